@@ -1,0 +1,78 @@
+"""The table of techniques: what `afina techniques`, the configuration, the documentation and the battery read.
+
+Adding a technique is one file, one line here, one row in the battery and one page of documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from afina.errors import TechniqueError
+from afina.techniques.full import Full
+from afina.techniques.lora import LoRA
+from afina.tree import Edit, Technique, freeze
+
+TECHNIQUES: dict[str, type[Technique]] = {
+    "lora": LoRA,
+    "full": Full,
+}
+
+ORDER: tuple[str, ...] = ("full", "lora")
+"""The order in which techniques act on a model, whatever the order in which they were given."""
+
+CLASHES: dict[tuple[str, str], str] = {
+    ("full", "lora"): "a weight that trains itself needs no low-rank change beside it; "
+    "to train some modules whole beside LoRA, set lora.modules_to_save",
+}
+"""Pairs that cannot be combined, and why; each pair in the order of ORDER."""
+
+
+def check(techniques: Sequence[Technique]) -> list[Technique]:
+    """The techniques in the order in which they act.
+
+    Raises:
+        TechniqueError: when one is given twice, or two clash.
+    """
+    keys = [t.key for t in techniques]
+    twice = sorted({k for k in keys if keys.count(k) > 1})
+    if twice:
+        raise TechniqueError("a technique is given twice", got=", ".join(twice), wanted="once each")
+    for pair, reason in CLASHES.items():
+        if set(pair) <= set(keys):
+            raise TechniqueError(f"{pair[0]} and {pair[1]} cannot be combined: {reason}")
+    return sorted(techniques, key=lambda t: ORDER.index(t.key))
+
+
+def apply(
+    model: nn.Module, techniques: Sequence[Technique], *, seed: int = 0, undoable: bool = True
+) -> Edit:
+    """Changes `model` by every technique and gives the new parameters their starting values.
+
+    All of the base is frozen first; what trains is what the techniques say.
+
+    Args:
+        model: a Transformers model.
+        techniques: frozen values, as `[afina.LoRA(rank=16)]`; checked before anything is changed.
+        seed: of the starting values; they do not depend on the order of drawing or on other techniques.
+        undoable: keep the originals of tensors trained in place (a second copy of each), so that `undo` restores them.
+
+    Returns:
+        The edit; its `undo()` gives the base back bit for bit.
+
+    Raises:
+        TechniqueError: when a technique does not fit the model; the model is then as it was.
+    """
+    edit = Edit(model, check(techniques))
+    edit.on_undo(freeze(model))
+    try:
+        for technique in edit.techniques:
+            part = technique.apply(model, undoable=undoable)
+            if not any(p.is_meta for p in part.trainable().values()):
+                technique.init(part, seed=seed)
+            edit.absorb(part)
+    except BaseException:
+        edit.undo()
+        raise
+    return edit

@@ -1,0 +1,353 @@
+"""The only code that changes a model: match names, attach children, train tensors in place, undo it all.
+
+Nothing is wrapped. A technique's parameters live in a child of the module they change (`q_proj.lora.a`) and act
+through a forward hook, so every name of the base model, its ties and its own `save_pretrained` stay as they were.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from afina.errors import TechniqueError, nearest
+
+Side = Literal["in", "out", "none"]
+
+
+class Delta(nn.Module, ABC):
+    """What a technique adds to one map (a linear, a `Conv1D`, an embedding).
+
+    Attributes:
+        follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
+        enabled: False makes the module act as the base did (see `Edit.disabled`).
+    """
+
+    follows: ClassVar[Mapping[str, Side]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = True
+
+    @abstractmethod
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The changed output, given the base's input `x` and output `y`."""
+
+    @abstractmethod
+    def reset(self, seed: int) -> None:
+        """Gives the parameters their starting values; equal seeds give equal values on any machine."""
+
+    def weight_delta(self) -> Tensor:
+        """What to add to the base's weight to fold this away, as (out, in) in fp32.
+
+        Raises:
+            TechniqueError: where the mathematics does not allow it.
+        """
+        raise TechniqueError(f"{type(self).__name__} cannot be folded into a weight")
+
+    def silent_at_start(self) -> frozenset[str]:
+        """Parameters whose gradient is exactly zero at the first step, by construction."""
+        return frozenset()
+
+
+class Technique(BaseModel, ABC):
+    """A frozen value that says how to change a model; the same object is settings, documentation and YAML."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: ClassVar[str]
+
+    @abstractmethod
+    def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
+        """Changes the structure only: works on the meta device, sets no values.
+
+        Args:
+            model: a Transformers model whose parameters the caller has frozen.
+            undoable: keep a copy of each base tensor that is trained in place, so that undo can restore it.
+        """
+
+    def init(self, edit: Edit, *, seed: int) -> None:
+        """Gives the attached parameters their starting values, once the base's weights are there."""
+        for name, delta in edit.deltas.items():
+            delta.reset(seed_of(seed, name))
+
+    def lr_scale(self, name: str) -> float:
+        """Learning rate of the trainable tensor `name`, as a multiple of the run's."""
+        return 1.0
+
+
+class Edit:
+    """What was changed in a model, what will train, and how to undo it.
+
+    Attributes:
+        model: the changed model.
+        techniques: the values that changed it, in the order in which they acted.
+        deltas: attached children by full name (`model.layers.0.self_attn.q_proj.lora`).
+        in_place: base tensors trained where they are, by name.
+        notes: what a user should know about how the techniques met this model.
+    """
+
+    def __init__(self, model: nn.Module, techniques: Sequence[Technique]) -> None:
+        self.model = model
+        self.techniques = tuple(techniques)
+        self.deltas: dict[str, Delta] = {}
+        self.in_place: dict[str, nn.Parameter] = {}
+        self.notes: list[str] = []
+        self._owner: dict[str, Technique] = {}
+        self._snapshots: dict[str, Tensor] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._undone = False
+
+    def attach(self, target: str, technique: Technique, delta: Delta) -> None:
+        """Makes `delta` a child of the module `target`, acting on its output.
+
+        Raises:
+            TechniqueError: when that module already has a child of this name.
+        """
+        module = self.model.get_submodule(target)
+        key = technique.key
+        if hasattr(module, key):
+            raise TechniqueError(
+                f"{target} already has something named {key!r}",
+                cure="undo the earlier edit first, or apply all techniques in one call",
+            )
+        delta.train(module.training)
+        module.add_module(key, delta)
+        handle = module.register_forward_hook(_Hook(key))
+        self.deltas[f"{target}.{key}"] = delta
+        for name, _ in delta.named_parameters():
+            self._owner[f"{target}.{key}.{name}"] = technique
+
+        def undo() -> None:
+            handle.remove()
+            del module._modules[key]
+
+        self._undo.append(undo)
+
+    def train_in_place(self, name: str, technique: Technique, *, undoable: bool) -> None:
+        """Lets the base tensor `name` train where it is."""
+        parameter = self.model.get_parameter(name)
+        if not parameter.is_floating_point():
+            raise TechniqueError(
+                f"{name} cannot be trained in place",
+                got=parameter.dtype,
+                wanted="a floating-point tensor",
+                cure="load the model unquantised, or leave this module out",
+            )
+        if undoable and not parameter.is_meta:
+            self._snapshots[name] = parameter.detach().clone()
+        self.in_place[name] = parameter
+        self._owner[name] = technique
+        parameter.requires_grad_(True)
+        self._undo.append(lambda: self._restore(name, parameter, undoable))
+
+    def _restore(self, name: str, parameter: nn.Parameter, undoable: bool) -> None:
+        if undoable and not parameter.is_meta:
+            with torch.no_grad():
+                parameter.copy_(self._snapshots.pop(name))
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Every tensor that trains, by full name, in a fixed order."""
+        attached = {
+            f"{name}.{inner}": parameter
+            for name, delta in self.deltas.items()
+            for inner, parameter in delta.named_parameters()
+        }
+        return {**attached, **self.in_place}
+
+    def lr_scales(self) -> dict[str, float]:
+        """Learning rate of each trainable tensor as a multiple of the run's."""
+        return {name: self._owner[name].lr_scale(name) for name in self.trainable()}
+
+    def silent_at_start(self) -> frozenset[str]:
+        """Names of trainable tensors whose first gradient is zero by construction."""
+        return frozenset(
+            f"{name}.{inner}"
+            for name, delta in self.deltas.items()
+            for inner in delta.silent_at_start()
+        )
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model inside the block: children off, tensors trained in place swapped for their originals.
+
+        Raises:
+            TechniqueError: when a tensor was trained in place without keeping its original.
+        """
+        missing = [name for name in self.in_place if name not in self._snapshots]
+        if missing:
+            raise TechniqueError(
+                "the base cannot be shown: its tensors were trained without keeping the originals",
+                got=", ".join(missing[:3]),
+                cure="apply with undoable=True, or load the base model again",
+            )
+        before = {name: delta.enabled for name, delta in self.deltas.items()}
+        trained = {name: p.detach().clone() for name, p in self.in_place.items()}
+        try:
+            self._write({name: self._snapshots[name] for name in self.in_place})
+            for delta in self.deltas.values():
+                delta.enabled = False
+            yield
+        finally:
+            self._write(trained)
+            for name, delta in self.deltas.items():
+                delta.enabled = before[name]
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.in_place[name].copy_(value)
+
+    def undo(self) -> None:
+        """The base model again, bit for bit. A second call does nothing.
+
+        Raises:
+            TechniqueError: when a tensor was trained in place without keeping its original.
+        """
+        if self._undone:
+            return
+        lost = [n for n, p in self.in_place.items() if n not in self._snapshots and not p.is_meta]
+        if lost:
+            raise TechniqueError(
+                "cannot undo: base tensors were trained without keeping the originals",
+                got=", ".join(lost[:3]),
+                cure="apply with undoable=True, or load the base model again",
+            )
+        for step in reversed(self._undo):
+            step()
+        self._undo.clear()
+        self._undone = True
+
+    def on_undo(self, step: Callable[[], None]) -> None:
+        """Adds a step to undo; the last added runs first."""
+        self._undo.append(step)
+
+    def absorb(self, other: Edit) -> None:
+        """Takes over everything `other` did, so that one undo reverses both."""
+        self.deltas.update(other.deltas)
+        self.in_place.update(other.in_place)
+        self.notes.extend(other.notes)
+        self._owner.update(other._owner)
+        self._snapshots.update(other._snapshots)
+        # `other`'s steps look snapshots up in `other`; both dictionaries hold the same tensors.
+        self._undo.extend(other._undo)
+
+    def summary(self) -> str:
+        """The table of trainable and total parameters, one line a block or group of equal blocks."""
+        lines = format_counts(parameter_counts(self.model, self.trainable()))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+class _Hook:
+    """Calls the child of that name. Looks it up in the module it is given, so that a deep copy uses its own child."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        delta = module._modules[self.key]
+        assert isinstance(delta, Delta)
+        return delta(args[0], output) if delta.enabled else output
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A 63-bit seed for the tensor `name`: the same on every machine, whatever else is attached."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def freeze(model: nn.Module) -> Callable[[], None]:
+    """Freezes every parameter; the result puts each flag back."""
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    for parameter, _ in flags:
+        parameter.requires_grad_(False)
+
+    def restore() -> None:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+    return restore
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module name fits a pattern: a whole name, its last parts (`q_proj`, `mlp.up_proj`), or a glob."""
+    if any(sign in pattern for sign in "*?["):
+        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def match(names: Iterable[str], patterns: Iterable[str], *, setting: str) -> list[str]:
+    """The names that fit any pattern, in their own order; every pattern must fit at least one.
+
+    Args:
+        names: module names.
+        patterns: see `matches`.
+        setting: what the user wrote them under, for the error.
+
+    Raises:
+        TechniqueError: naming each pattern that matched nothing and the nearest names.
+    """
+    names = list(names)
+    wanted = list(patterns)
+    unmatched = [p for p in wanted if not any(matches(n, p) for n in names)]
+    if unmatched:
+        tails = sorted({n.rsplit(".", 1)[-1] for n in names})
+        near = {p: nearest(p.rsplit(".", 1)[-1], tails) or tails[:8] for p in unmatched}
+        raise TechniqueError(
+            f"{setting}: nothing in this model matches",
+            got=", ".join(repr(p) for p in unmatched),
+            wanted="; ".join(f"for {p!r} perhaps {', '.join(n)}" for p, n in near.items()),
+            cure="use a module's name, its last part, or a glob such as 'model.layers.*.q_proj'",
+        )
+    return [n for n in names if any(matches(n, p) for p in wanted)]
+
+
+Counts = list[tuple[str, int, int]]
+
+
+def parameter_counts(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Counts:
+    """(part, trainable, total) of each part of the model and of the whole; tied tensors count once.
+
+    A part is a block (`model.layers.0`) or a module outside the blocks. Attached parameters count in both columns.
+    """
+    training = {id(p) for p in trainable.values()}
+    rows: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        row = rows.setdefault(_part(name), [0, 0])
+        row[1] += parameter.numel()
+        row[0] += parameter.numel() if id(parameter) in training else 0
+    parts = [(part, t, n) for part, (t, n) in rows.items()]
+    return [*parts, ("all", sum(r[1] for r in parts), sum(r[2] for r in parts))]
+
+
+def _part(name: str) -> str:
+    pieces = name.split(".")
+    for i, piece in enumerate(pieces):
+        if piece.isdigit():
+            return ".".join(pieces[: i + 1])
+    return ".".join(pieces[:-1]) or name
+
+
+def format_counts(counts: Counts) -> list[str]:
+    """Lines of a table; consecutive blocks with equal counts share one."""
+    merged: list[tuple[str, str, int, int]] = []
+    for part, trained, total in counts:
+        if merged and part[-1].isdigit() and merged[-1][2:] == (trained, total):
+            first, last, *_ = merged[-1]
+            if first.rsplit(".", 1)[0] == part.rsplit(".", 1)[0]:
+                merged[-1] = (first, part.rsplit(".", 1)[-1], trained, total)
+                continue
+        merged.append((part, "", trained, total))
+    lines = [f"{'part':<34}{'trainable':>14}{'total':>16}{'share':>10}"]
+    for first, last, trained, total in merged:
+        label = f"{first}..{last} (each)" if last else first
+        share = 100 * trained / total if total else 0.0
+        lines.append(f"{label:<34}{trained:>14,}{total:>16,}{share:>9.2f}%")
+    return lines
