@@ -1,5 +1,19 @@
 """Settings, and how YAML, flags and defaults become them with the origin of every value."""
 
+from afina.config.dump import dump, schema
+from afina.config.load import Resolved, RunConfig, load_config
+from afina.config.problems import build
 from afina.config.settings import EvalSettings, GenerateSettings, Settings, TrainSettings
 
-__all__ = ["EvalSettings", "GenerateSettings", "Settings", "TrainSettings"]
+__all__ = [
+    "EvalSettings",
+    "GenerateSettings",
+    "Resolved",
+    "RunConfig",
+    "Settings",
+    "TrainSettings",
+    "build",
+    "dump",
+    "load_config",
+    "schema",
+]

@@ -35,7 +35,9 @@ class Settings(BaseModel):
         for names in cls.ONE_OF:
             given = [name for name in names if values.get(name) is not None]
             if len(given) > 1:
-                raise ValueError(f"{' and '.join(given)} say the same thing twice: give one of them")
+                raise ValueError(
+                    f"{' and '.join(given)} say the same thing twice: give one of them"
+                )
         return values
 
 
@@ -75,7 +77,8 @@ class TrainSettings(Settings):
     )
     warmup_steps: NotNegative | None = Field(None, description="steps of linear warm-up")
     warmup_ratio: Fraction | None = Field(
-        None, description="warm-up as a share of the run; 0.03 when warmup_steps is not given either"
+        None,
+        description="warm-up as a share of the run; 0.03 when warmup_steps is not given either",
     )
     optimizer: str = Field("adamw", description="a class of torch.optim, by name")
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -83,16 +86,24 @@ class TrainSettings(Settings):
     eps: Positive = Field(1e-8, description="AdamW's guard against dividing by zero")
     clip: Positive | None = Field(1.0, description="largest norm of the whole gradient; null: none")
     seed: NotNegative = Field(0, description="of the data order, the adapter's values and dropout")
-    eval_every: Count | None = Field(None, description="steps between evaluations; null: at the end")
-    save_every: Count | None = Field(None, description="steps between checkpoints; null: at the end")
+    eval_every: Count | None = Field(
+        None, description="steps between evaluations; null: at the end"
+    )
+    save_every: Count | None = Field(
+        None, description="steps between checkpoints; null: at the end"
+    )
     keep_last: Count | None = Field(2, description="checkpoints kept beside the best; null: all")
     early_stopping: Count | None = Field(
         None, description="evaluations without a better score before the run stops; null: never"
     )
-    best: Metric = Field("loss", description="the validation score that chooses the best checkpoint")
+    best: Metric = Field(
+        "loss", description="the validation score that chooses the best checkpoint"
+    )
     dtype: Dtype | None = Field(None, description="of the frozen weights; null: by device")
     device: str | None = Field(None, description="cpu, cuda, cuda:1 …; null: the best there is")
-    threads: Count | None = Field(None, description="CPU threads of torch; null: torch's own choice")
+    threads: Count | None = Field(
+        None, description="CPU threads of torch; null: torch's own choice"
+    )
     tensorboard: bool = Field(False, description="also write TensorBoard events")
 
     @model_validator(mode="before")
@@ -155,6 +166,9 @@ class EvalSettings(Settings):
     batch_rows: Count = Field(8, description="rows of one forward pass when measuring loss")
     choices: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="the answers to choose among, for accuracy"
+    )
+    fields: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="fields of a JSON answer scored on their own, such as intent or slots.city"
     )
     answers: GenerateSettings = Field(
         GenerateSettings(), description="how the answers are generated"

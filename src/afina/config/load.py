@@ -1,0 +1,228 @@
+"""A run's configuration: defaults, under a YAML file, under flags, under `--set`; and where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from afina.config.document import read_file, write
+from afina.config.layers import TOP, Given, Shape
+from afina.config.problems import Path, at, from_validation, raise_all
+from afina.config.settings import EvalSettings, TrainSettings
+from afina.errors import AfinaError, ConfigError
+
+D = TypeVar("D", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class RunConfig(Generic[D]):
+    """All that decides a run.
+
+    Attributes:
+        model: folder, hub id, GGUF file or demo name.
+        source: the training data, as `data.source` in YAML, or `data` alone.
+        val: the validation data; None splits it from the training data, as the data settings say.
+        revision: of a model on the hub.
+        data: how data is read.
+        techniques: as given; their order of work is the table's.
+        train: how it trains.
+        eval: how it is measured.
+    """
+
+    model: str
+    source: str
+    val: str | None
+    revision: str | None
+    data: D
+    techniques: tuple[BaseModel, ...]
+    train: TrainSettings
+    eval: EvalSettings
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[D]):
+    """A configuration with the origin of each value: "default", "run.yaml:12", "--lr", "--set", "MODEL".
+
+    Attributes:
+        config: the values.
+        keys: of the techniques, in their order.
+        origins: by dotted path ("train.lr", "techniques.lora.rank", "data.source").
+    """
+
+    config: RunConfig[D]
+    keys: tuple[str, ...]
+    origins: Mapping[str, str]
+
+
+def load_config(
+    *,
+    techniques: Mapping[str, type[BaseModel]],
+    data_settings: type[D],
+    yaml_path: FilePath | str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    sets: Iterable[str] = (),
+    default_techniques: Sequence[str] = (),
+) -> Resolved[D]:
+    """The configuration that a YAML file, flags and `--set` make together; each overrules the ones before it.
+
+    Args:
+        techniques: key to settings, as the technique table has them.
+        data_settings: the class of the `data` group.
+        yaml_path: a file as in `run.yaml`, or a run's `config.yaml`.
+        flags: dotted path to value; None means that the flag was not used. `techniques` takes a list of keys.
+        sets: texts like `train.steps=100`, `techniques.lora.rank=8` (adds the technique if it is not listed),
+            `techniques.lora.rank_pattern.q_proj=4`.
+        default_techniques: the list when neither file nor flags give one.
+
+    Raises:
+        ConfigError: every problem, each with its place and the nearest name or the values allowed.
+    """
+    shape = Shape({"data": data_settings, "train": TrainSettings, "eval": EvalSettings}, techniques)
+    given = Given(shape)
+    if yaml_path is not None:
+        given.read_yaml(read_file(FilePath(yaml_path)), str(yaml_path))
+    given.read_flags(flags or {})
+    if given.techniques is None:
+        given.techniques = list(default_techniques)
+    given.read_sets(sets)
+    return _resolve(given, data_settings)
+
+
+def _resolve(given: Given, data_settings: type[D]) -> Resolved[D]:
+    problems = list(given.problems)
+    keys = tuple(given.techniques or ())
+    data = _build(data_settings, ("data",), given, problems)
+    train = _build(TrainSettings, ("train",), given, problems)
+    eval_ = _build(EvalSettings, ("eval",), given, problems)
+    made = [
+        _build(given.shape.techniques[key], ("techniques", key), given, problems) for key in keys
+    ]
+    source = _text(("data", "source"), given, problems, needed=True)
+    model, revision, val = (_text((name,), given, problems, needed=name == "model") for name in TOP)
+    raise_all(problems)
+    assert model is not None and source is not None  # else there were problems
+    assert data is not None and train is not None and eval_ is not None
+    config = RunConfig(
+        model, source, val, revision, data, tuple(t for t in made if t), train, eval_
+    )
+    return Resolved(config, keys, _origins(config, keys, given.origins))
+
+
+def _build(kind: type[D], prefix: Path, given: Given, problems: list[AfinaError]) -> D | None:
+    """The settings of one group, or None with its problems added."""
+    values: dict[str, Any] = {}
+    for path, value in given.values.items():
+        if path[: len(prefix)] == prefix and path != ("data", "source"):
+            group = values
+            for name in path[len(prefix) : -1]:
+                group = group.setdefault(name, {})
+            group[path[-1]] = value
+    try:
+        made = _validate(kind, values)
+    except ValidationError as error:
+        problems += from_validation(error, prefix, given.origins)
+        return None
+    except AfinaError as error:  # a technique's own check
+        what = f"{'.'.join(prefix)}: {error.what}"
+        problems.append(ConfigError(what, got=error.got, wanted=error.wanted, cure=error.cure))
+        return None
+    problems += _truths_as_numbers(made, prefix, given)
+    return made
+
+
+def _validate(kind: type[D], values: dict[str, Any]) -> D:
+    """The settings; a single value where only a list would do is a list of one (`target: attention`)."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        alone = {
+            str(detail["loc"][0])
+            for detail in error.errors()
+            if detail["type"] in ("tuple_type", "list_type") and len(detail["loc"]) <= 2
+        }
+        alone = {name for name in alone if isinstance(values.get(name), (str, int, float))}
+        if not alone:
+            raise
+    return kind.model_validate(
+        {name: [value] if name in alone else value for name, value in values.items()}
+    )
+
+
+def _truths_as_numbers(made: BaseModel, prefix: Path, given: Given) -> list[ConfigError]:
+    """Pydantic reads true as 1; `rank: true` is a slip, not a rank."""
+    problems: list[ConfigError] = []
+    for path, value in given.values.items():
+        if isinstance(value, bool) and path[: len(prefix)] == prefix:
+            read: Any = made
+            for name in path[len(prefix) :]:
+                read = getattr(read, name, value)
+            if isinstance(read, (int, float)) and not isinstance(read, bool):
+                problems.append(
+                    ConfigError(
+                        at(given.origins[path], f"{'.'.join(path)} cannot have this value"),
+                        got=write(value),
+                        wanted="a number",
+                    )
+                )
+    return problems
+
+
+def _text(path: Path, given: Given, problems: list[AfinaError], *, needed: bool) -> str | None:
+    value, name = given.values.get(path), path[0]
+    if value is None and needed:
+        problems.append(
+            ConfigError(
+                f"there is no {name}",
+                cure=f"give it: {name}: … in YAML, or {name.upper()} on the command line",
+            )
+        )
+    if value is None or isinstance(value, (str, FilePath)):
+        return None if value is None else str(value)
+    problems.append(
+        ConfigError(
+            at(given.origins[path], f"{'.'.join(path)} cannot have this value"),
+            got=write(value),
+            wanted="a text",
+            cure="put it in quotes",
+        )
+    )
+    return None
+
+
+def values_of(config: RunConfig[D], keys: Sequence[str]) -> dict[Path, Any]:
+    """Every value of a configuration by its path, in the order a file has them; tuples as lists."""
+    values: dict[Path, Any] = {
+        ("model",): config.model,
+        ("revision",): config.revision,
+        ("data", "source"): config.source,
+        ("val",): config.val,
+    }
+    for prefix, group in [
+        (("data",), config.data),
+        *((("techniques", key), value) for key, value in zip(keys, config.techniques, strict=True)),
+        (("train",), config.train),
+        (("eval",), config.eval),
+    ]:
+        _add(values, prefix, group)
+    return values
+
+
+def _add(values: dict[Path, Any], prefix: Path, group: BaseModel) -> None:
+    plain = group.model_dump(mode="json")
+    for name in type(group).model_fields:
+        below = getattr(group, name)
+        if isinstance(below, BaseModel):
+            _add(values, (*prefix, name), below)
+        else:
+            values[*prefix, name] = plain[name]
+
+
+def _origins(
+    config: RunConfig[D], keys: Sequence[str], given: Mapping[Path, str]
+) -> dict[str, str]:
+    paths = [*(("techniques", key) for key in keys), *values_of(config, keys)]
+    return {".".join(path): given.get(path, "default") for path in paths}
