@@ -8,8 +8,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import pytest
 from hypothesis import settings
 
 # No deadline: a test must never depend on how fast the machine is.
 settings.register_profile("afina", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("afina")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests of a GPU where there is none, and says so."""
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not of_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in of_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

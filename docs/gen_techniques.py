@@ -1,0 +1,156 @@
+"""Makes one page a technique from its file and the table; mkdocs runs it as a hook.
+
+A page holds what the technique's file says of itself (sentence, formula, legend, source), its settings, how to use it,
+and what it cannot be combined with. Nothing is written to docs/: the pages exist only in the built site.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic.fields import FieldInfo
+
+from afina.config.document import write
+from afina.table import CLASHES, ORDER, TECHNIQUES
+from afina.tree import Technique
+
+SECTION = "Techniques"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds the pages to their section of the navigation, in the order of the table."""
+    for entry in config.nav or []:
+        if isinstance(entry, dict) and SECTION in entry:
+            entry[SECTION].extend({cls.__name__: address(key)} for key, cls in TECHNIQUES.items())
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Gives mkdocs the pages."""
+    for key in TECHNIQUES:
+        files.append(File.generated(config, address(key), content=page(key)))
+    files.append(File.generated(config, "techniques/index.md", content=index()))
+    return files
+
+
+def address(key: str) -> str:
+    """The page's place below docs/."""
+    return f"techniques/{key}.md"
+
+
+def index() -> str:
+    """The page that lists them all."""
+    lines = [
+        "# Techniques",
+        "",
+        "A technique is a frozen value; a run has a list of them. `afina techniques` prints this list, and",
+        "`afina techniques --json` everything on these pages.",
+        "",
+        "| key | class | what it does |",
+        "|---|---|---|",
+    ]
+    for key, cls in TECHNIQUES.items():
+        lines.append(f"| [`{key}`]({key}.md) | `afina.{cls.__name__}` | {sentence(cls)} |")
+    acting = ", ".join(f"`{key}`" for key in ORDER)
+    lines += [
+        "",
+        f"Whatever the order in which they are given, they act in this one: {acting}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def page(key: str) -> str:
+    """One technique's page."""
+    cls = TECHNIQUES[key]
+    _, _, body = told(cls).partition("\n")
+    parts = [
+        f"# {cls.__name__}",
+        f"{sentence(cls)}",
+        body.strip("\n"),
+        "## Use it",
+        use(key, cls),
+        "## Settings",
+        "\n".join(settings(cls)),
+        "## Beside others",
+        "\n".join(beside(key)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def told(cls: type[Technique]) -> str:
+    """What the technique's file says at its top."""
+    return inspect.getdoc(sys.modules[cls.__module__]) or ""
+
+
+def sentence(cls: type[Technique]) -> str:
+    """The first sentence there, without the name that it begins with."""
+    first = told(cls).split("\n", 1)[0]
+    said = first.split(": ", 1)[-1]
+    return said[:1].upper() + said[1:]
+
+
+def use(key: str, cls: type[Technique]) -> str:
+    """The same technique in Python, on the command line and in a file."""
+    given = {name: field.default for name, field in cls.model_fields.items() if shown(field)}
+    given = dict(list(given.items())[:2])
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    flags = " ".join(f"--set {key}.{name}={write(value)}" for name, value in given.items())
+    return "\n".join(
+        [
+            "```python",
+            f"edit = afina.apply(model, [afina.{cls.__name__}({arguments})])",
+            "```",
+            "",
+            "```yaml",
+            "techniques:",
+            f"  - {key}: {write(given)}",
+            "```",
+            *(["", "```", f"afina train MODEL DATA -o RUN {flags}", "```"] if flags else []),
+        ]
+    )
+
+
+def shown(field: FieldInfo) -> bool:
+    """Whether an example shows this setting: a plain number, which a reader will want to change."""
+    return isinstance(field.default, (int, float)) and not isinstance(field.default, bool)
+
+
+def settings(cls: type[Technique]) -> Iterator[str]:
+    """The table of settings."""
+    yield "| setting | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in cls.model_fields.items():
+        default = write(field.get_default(call_default_factory=True))
+        meaning = (field.description or "").replace("|", "\\|")
+        yield f"| `{name}` | {kind(field.annotation)} | `{default}` | {meaning} |"
+
+
+def kind(annotation: Any) -> str:
+    """A type in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join(kind(a) for a in inner if a is not NoneType)
+    if origin is Literal:
+        return " or ".join(f"`{a}`" for a in inner)
+    if origin in (tuple, list):
+        return f"list of {kind(inner[0])}s"
+    if origin is dict:
+        return f"mapping from {kind(inner[0])} to {kind(inner[1])}"
+    words = {int: "integer", float: "number", bool: "true or false", str: "text"}
+    return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def beside(key: str) -> Iterator[str]:
+    """What it cannot be combined with, and why."""
+    reasons = {(set(pair) - {key}).pop(): why for pair, why in CLASHES.items() if key in pair}
+    if not reasons:
+        yield "It can be combined with every other technique."
+    for other, why in reasons.items():
+        yield f"* not with [`{other}`]({other}.md): {why}."
