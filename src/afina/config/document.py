@@ -1,8 +1,8 @@
 """YAML in and out, with the line of every value.
 
 Scalars follow the core schema of YAML 1.2 (section 10.3.2), where `1e-3` is a number and `no` is a word; PyYAML alone
-follows YAML 1.1, where they are a text and a boolean, and `12:30` is 750. Only `compose` of PyYAML is used: it builds nodes
-that know their line, and no object is ever made from a tag.
+follows YAML 1.1, where they are a text and a boolean, and `12:30` is 750. Only `compose` of PyYAML is used: it builds
+nodes that know their line, and no object is ever made from a tag.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -66,7 +66,7 @@ def read_text(text: str, name: str) -> Node:
         ConfigError: the text is not YAML, or says a key twice.
     """
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore[reportUnknownMemberType]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}, column {mark.column + 1}" if mark else name
@@ -101,9 +101,10 @@ def write(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)}: {write(item)}" for key, item in value.items()) + "}"
+        pairs = cast("Mapping[Any, Any]", value).items()
+        return "{" + ", ".join(f"{_key(key)}: {write(item)}" for key, item in pairs) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(write(item) for item in value) + "]"
+        return "[" + ", ".join(map(write, cast("Sequence[Any]", value))) + "]"
     return _text(str(value))
 
 
@@ -134,7 +135,8 @@ def _node(node: yaml.Node, name: str, above: tuple[yaml.Node, ...]) -> Node:
         items = [_node(item, name, (*above, node)) for item in node.value]
         return Node([item.value for item in items], line, items=items)
     # A quoted scalar or a block of text has a style; only a bare word can be a number.
-    return Node(node.value if node.style else scalar(node.value), line)
+    quoted = cast("yaml.ScalarNode", node).style
+    return Node(node.value if quoted else scalar(node.value), line)
 
 
 def _pairs(

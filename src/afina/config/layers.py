@@ -1,6 +1,7 @@
 """Where settings are given, one after the other: a YAML file, flags, `--set`. Each layer overrules those before it.
 
-A layer is read into assignments of a value to a path, with its origin; nothing is judged here but whether the path exists.
+A layer is read into assignments of a value to a path, with its origin; nothing is judged here but whether the path
+exists.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -79,10 +80,10 @@ class Given:
     """All that the layers read so far have given. Techniques keep their order."""
 
     shape: Shape
-    values: dict[Path, Any] = field(default_factory=dict)
-    origins: dict[Path, str] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict[Path, Any])
+    origins: dict[Path, str] = field(default_factory=dict[Path, str])
     techniques: list[str] | None = None
-    problems: list[AfinaError] = field(default_factory=list)
+    problems: list[AfinaError] = field(default_factory=list[AfinaError])
 
     def read_yaml(self, root: Node, name: str) -> None:
         """Take every value of a YAML document."""
@@ -165,11 +166,12 @@ class Given:
         rest = ".".join(path[len(here) :])
         if rest:
             before = layer.get(here, (self.values.get(here), ""))[0]
-            layer[here] = ({**(before if isinstance(before, dict) else {}), rest: value}, origin)
+            table = cast("dict[str, Any]", before) if isinstance(before, dict) else {}
+            layer[here] = ({**table, rest: value}, origin)
         elif here == ("data",) and isinstance(value, str):
             layer["data", "source"] = (value, origin)
         elif here == ("techniques",) and isinstance(value, list):
-            self._list_techniques([(str(key), origin) for key in value])
+            self._list_techniques([(str(key), origin) for key in cast("list[Any]", value)])
         elif self._is_group(here):
             self._assign_group(here, value, origin, layer)
         else:
@@ -179,7 +181,7 @@ class Given:
     def _assign_group(self, path: Path, value: Any, origin: str, layer: Layer) -> None:
         """Give each setting of a group; None gives none, which lists a technique with its defaults."""
         if isinstance(value, dict):
-            for name, item in value.items():
+            for name, item in cast("dict[str, Any]", value).items():
                 self._assign((*path, name), item, origin, layer)
         elif value is not None:
             self._not_a_group(origin, path, value)
@@ -204,14 +206,9 @@ class Given:
                 taken[path] = origin
 
     def _other_ways(self, path: Path) -> list[Path]:
-        pairs = getattr(self.shape.group(path[:-1]) if len(path) > 1 else None, "ONE_OF", ())
-        return [
-            (*path[:-1], name)
-            for names in pairs
-            if path[-1] in names
-            for name in names
-            if name != path[-1]
-        ]
+        *group, own = path
+        pairs = getattr(self.shape.group(tuple(group)), "ONE_OF", ())
+        return [(*group, name) for names in pairs if own in names for name in names if name != own]
 
     def _said_twice(self, first: Path, first_origin: str, path: Path, origin: str) -> None:
         self.problems.append(

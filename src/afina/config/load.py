@@ -104,8 +104,8 @@ def _resolve(given: Given, data_settings: type[D]) -> Resolved[D]:
     source = _text(("data", "source"), given, problems, needed=True)
     model, revision, val = (_text((name,), given, problems, needed=name == "model") for name in TOP)
     raise_all(problems)
-    assert model is not None and source is not None  # else there were problems
-    assert data is not None and train is not None and eval_ is not None
+    if model is None or source is None or data is None or train is None or eval_ is None:
+        raise AssertionError("a group that could not be built left no problem")
     config = RunConfig(
         model, source, val, revision, data, tuple(t for t in made if t), train, eval_
     )
@@ -114,15 +114,13 @@ def _resolve(given: Given, data_settings: type[D]) -> Resolved[D]:
 
 def _build(kind: type[D], prefix: Path, given: Given, problems: list[AfinaError]) -> D | None:
     """The settings of one group, or None with its problems added."""
-    values: dict[str, Any] = {}
-    for path, value in given.values.items():
-        if path[: len(prefix)] == prefix and path != ("data", "source"):
-            group = values
-            for name in path[len(prefix) : -1]:
-                group = group.setdefault(name, {})
-            group[path[-1]] = value
+    own = {
+        path[len(prefix) :]: value
+        for path, value in given.values.items()
+        if path[: len(prefix)] == prefix and path != ("data", "source")
+    }
     try:
-        made = _validate(kind, values)
+        made = _validate(kind, own)
     except ValidationError as error:
         problems += from_validation(error, prefix, given.origins)
         return None
@@ -134,22 +132,35 @@ def _build(kind: type[D], prefix: Path, given: Given, problems: list[AfinaError]
     return made
 
 
-def _validate(kind: type[D], values: dict[str, Any]) -> D:
+def _validate(kind: type[D], values: Mapping[Path, Any]) -> D:
     """The settings; a single value where only a list would do is a list of one (`target: attention`)."""
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(_nested(values))
     except ValidationError as error:
-        alone = {
-            str(detail["loc"][0])
+        no_lists = [
+            detail["loc"]
             for detail in error.errors()
-            if detail["type"] in ("tuple_type", "list_type") and len(detail["loc"]) <= 2
-        }
-        alone = {name for name in alone if isinstance(values.get(name), (str, int, float))}
-        if not alone:
-            raise
+            if detail["type"] in ("tuple_type", "list_type")
+        ]
+    alone = {
+        path
+        for path, value in values.items()
+        if isinstance(value, (str, int, float))
+        and any(loc[: len(path)] == path for loc in no_lists)
+    }
     return kind.model_validate(
-        {name: [value] if name in alone else value for name, value in values.items()}
+        _nested({path: [value] if path in alone else value for path, value in values.items()})
     )
+
+
+def _nested(values: Mapping[Path, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for (*groups, name), value in values.items():
+        group = nested
+        for above in groups:
+            group = group.setdefault(above, {})
+        group[name] = value
+    return nested
 
 
 def _truths_as_numbers(made: BaseModel, prefix: Path, given: Given) -> list[ConfigError]:

@@ -58,7 +58,8 @@ def from_validation(
 ) -> list[ConfigError]:
     """One problem for each setting that pydantic refused.
 
-    A union (a number or a word) is refused once for each of its members: they become one problem with all that was wanted.
+    A union (a number or a word) is refused once for each of its members: they become one problem, with all that was
+    wanted.
     """
     by_path: dict[Path, list[Any]] = {}
     for detail in error.errors(include_url=False):
@@ -101,7 +102,7 @@ _WANTED = {
 def _wanted(detail: Any) -> str:
     if detail["type"] == "missing":
         return "a longer list"
-    wanted = detail["msg"].removeprefix("Input should be ").split(", unable to ")[0]
+    wanted: str = detail["msg"].removeprefix("Input should be ").split(", unable to ")[0]
     return _WANTED.get(wanted, wanted.replace("a valid ", "a "))
 
 

@@ -1,11 +1,12 @@
 """The settings that several rooms share: training, evaluation, generation. Each is a frozen value, declared once.
 
-Units are in the names (rows, tokens, steps). `ONE_OF` names the settings that say the same thing in two ways; at most one
-of each tuple may be given, and a later layer of configuration that gives one takes the other of an earlier layer away.
+Units are in the names (rows, tokens, steps). `ONE_OF` names the settings that say the same thing in two ways; at most
+one of each tuple may be given, and a later layer of configuration that gives one takes away the other of one before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -29,9 +30,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _at_most_one(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
+    def _at_most_one(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         for names in cls.ONE_OF:
             given = [name for name in names if values.get(name) is not None]
             if len(given) > 1:
@@ -45,9 +44,9 @@ class TrainSettings(Settings):
     """How a run trains: its length, its step, its optimiser, and what it keeps.
 
     The learning rate is for adapters: about ten times what full fine-tuning takes ("LoRA Without Regret", Thinking
-    Machines 2025, and Tinker's `hyperparam_utils.py`, which fixes the factor at 10). Full fine-tuning takes about 2e-5 for
-    1 to 8 billion parameters and 1e-4 for 135 million, so adapters take 2e-4 to 1e-3; the default lies between, within a
-    factor of 2.5 of both ends. Full fine-tuning should set a tenth of it.
+    Machines 2025, and Tinker's `hyperparam_utils.py`, which fixes the factor at 10). Full fine-tuning takes about 2e-5
+    for 1 to 8 billion parameters and 1e-4 for 135 million, so adapters take 2e-4 to 1e-3; the default lies between,
+    within a factor of 2.5 of both ends. Full fine-tuning should set a tenth of it.
     """
 
     ONE_OF = (
@@ -57,61 +56,73 @@ class TrainSettings(Settings):
         ("warmup_steps", "warmup_ratio"),
     )
 
-    steps: Count | None = Field(None, description="optimiser steps in the run")
+    steps: Count | None = Field(default=None, description="optimiser steps in the run")
     epochs: Positive | None = Field(
-        None, description="passes over the data; 1 when steps is not given either"
+        default=None, description="passes over the data; 1 when steps is not given either"
     )
     rows_per_step: Count | None = Field(
-        None, description="rows of one optimiser step; 16 when tokens_per_step is not given either"
+        default=None,
+        description="rows of one optimiser step; 16 when tokens_per_step is not given either",
     )
-    tokens_per_step: Count | None = Field(None, description="real tokens of one optimiser step")
+    tokens_per_step: Count | None = Field(
+        default=None, description="real tokens of one optimiser step"
+    )
     micro_rows: Count | Literal["auto"] | None = Field(
-        None, description="rows of one forward pass; auto finds what fits"
+        default=None, description="rows of one forward pass; auto finds what fits"
     )
     micro_tokens: Count | Literal["auto"] | None = Field(
-        None, description="tokens of one forward pass; auto finds what fits"
+        default=None, description="tokens of one forward pass; auto finds what fits"
     )
-    lr: Positive = Field(5e-4, description="peak learning rate")
+    lr: Positive = Field(default=5e-4, description="peak learning rate")
     schedule: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="the learning rate after warm-up"
+        default="linear", description="the learning rate after warm-up"
     )
-    warmup_steps: NotNegative | None = Field(None, description="steps of linear warm-up")
+    warmup_steps: NotNegative | None = Field(default=None, description="steps of linear warm-up")
     warmup_ratio: Fraction | None = Field(
-        None,
+        default=None,
         description="warm-up as a share of the run; 0.03 when warmup_steps is not given either",
     )
-    optimizer: str = Field("adamw", description="a class of torch.optim, by name")
+    optimizer: str = Field(default="adamw", description="a class of torch.optim, by name")
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW's running means")
-    eps: Positive = Field(1e-8, description="AdamW's guard against dividing by zero")
-    clip: Positive | None = Field(1.0, description="largest norm of the whole gradient; null: none")
-    seed: NotNegative = Field(0, description="of the data order, the adapter's values and dropout")
+    betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.999), description="AdamW's running means"
+    )
+    eps: Positive = Field(default=1e-8, description="AdamW's guard against dividing by zero")
+    clip: Positive | None = Field(
+        default=1.0, description="largest norm of the whole gradient; null: none"
+    )
+    seed: NotNegative = Field(
+        default=0, description="of the data order, the adapter's values and dropout"
+    )
     eval_every: Count | None = Field(
-        None, description="steps between evaluations; null: at the end"
+        default=None, description="steps between evaluations; null: at the end"
     )
     save_every: Count | None = Field(
-        None, description="steps between checkpoints; null: at the end"
+        default=None, description="steps between checkpoints; null: at the end"
     )
-    keep_last: Count | None = Field(2, description="checkpoints kept beside the best; null: all")
+    keep_last: Count | None = Field(
+        default=2, description="checkpoints kept beside the best; null: all"
+    )
     early_stopping: Count | None = Field(
-        None, description="evaluations without a better score before the run stops; null: never"
+        default=None,
+        description="evaluations without a better score before the run stops; null: never",
     )
     best: Metric = Field(
-        "loss", description="the validation score that chooses the best checkpoint"
+        default="loss", description="the validation score that chooses the best checkpoint"
     )
-    dtype: Dtype | None = Field(None, description="of the frozen weights; null: by device")
-    device: str | None = Field(None, description="cpu, cuda, cuda:1 …; null: the best there is")
+    dtype: Dtype | None = Field(default=None, description="of the frozen weights; null: by device")
+    device: str | None = Field(
+        default=None, description="cpu, cuda, cuda:1 …; null: the best there is"
+    )
     threads: Count | None = Field(
-        None, description="CPU threads of torch; null: torch's own choice"
+        default=None, description="CPU threads of torch; null: torch's own choice"
     )
-    tensorboard: bool = Field(False, description="also write TensorBoard events")
+    tensorboard: bool = Field(default=False, description="also write TensorBoard events")
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_choices(cls, values: Any) -> Any:
+    def _fill_choices(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Give every either-or its default, so that a value read later is never None on both sides."""
-        if not isinstance(values, dict):
-            return values
         micro = "micro_tokens" if values.get("tokens_per_step") is not None else "micro_rows"
         filled = dict(values)
         for names, name, default in (
@@ -138,38 +149,41 @@ class TrainSettings(Settings):
 class GenerateSettings(Settings):
     """How text is generated. Temperature 0 is greedy: the likeliest token, always."""
 
-    max_new_tokens: Count = Field(256, description="most tokens of one answer")
+    max_new_tokens: Count = Field(default=256, description="most tokens of one answer")
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.0, description="0: always the likeliest token; 1: as the model says"
+        default=0.0, description="0: always the likeliest token; 1: as the model says"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="sample from the likeliest tokens that hold this much probability"
+        default=1.0, description="sample from the likeliest tokens that hold this much probability"
     )
-    top_k: NotNegative = Field(0, description="sample from this many likeliest tokens; 0: from all")
-    seed: NotNegative = Field(0, description="of the sampling")
-    system: str | None = Field(None, description="system prompt; null: none")
-    batch_rows: Count = Field(8, description="prompts answered at once")
+    top_k: NotNegative = Field(
+        default=0, description="sample from this many likeliest tokens; 0: from all"
+    )
+    seed: NotNegative = Field(default=0, description="of the sampling")
+    system: str | None = Field(default=None, description="system prompt; null: none")
+    batch_rows: Count = Field(default=8, description="prompts answered at once")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="texts that end an answer, beside the model's own stop tokens"
+        default=(), description="texts that end an answer, beside the model's own stop tokens"
     )
 
 
 class EvalSettings(Settings):
     """What an evaluation measures.
 
-    Loss and perplexity always; exact match when `generate` is on; accuracy when the rows or `choices` give the answers to
-    choose among.
+    Loss and perplexity always; exact match when `generate` is on; accuracy when the rows or `choices` give the answers
+    to choose among.
     """
 
-    generate: bool = Field(True, description="answer each prompt, for exact match")
-    max_rows: Count | None = Field(None, description="only the first rows; null: all")
-    batch_rows: Count = Field(8, description="rows of one forward pass when measuring loss")
+    generate: bool = Field(default=True, description="answer each prompt, for exact match")
+    max_rows: Count | None = Field(default=None, description="only the first rows; null: all")
+    batch_rows: Count = Field(default=8, description="rows of one forward pass when measuring loss")
     choices: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="the answers to choose among, for accuracy"
+        default=(), description="the answers to choose among, for accuracy"
     )
     fields: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="fields of a JSON answer scored on their own, such as intent or slots.city"
+        default=(),
+        description="fields of a JSON answer scored on their own, such as intent or slots.city",
     )
     answers: GenerateSettings = Field(
-        GenerateSettings(), description="how the answers are generated"
+        default=GenerateSettings(), description="how the answers are generated"
     )
