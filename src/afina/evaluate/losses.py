@@ -1,0 +1,152 @@
+"""Losses of rows and of whole choices, from right-padded batches in which no row sees another.
+
+Legend: B rows, T tokens, K positions whose logits are computed, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from afina.errors import ModelError
+from afina.evaluate.scores import token_losses
+from afina.types import Row
+
+LOGITS_AT_ONCE = 2**27
+"""Most logits of one forward pass: 512 MiB in fp32. A single row may need more, and then gets it."""
+
+Progress = Callable[[int, int], None]
+
+
+def row_losses(
+    model: Any, rows: Sequence[Row], batch_rows: int, on_progress: Progress | None = None
+) -> list[float]:
+    """Sum of each row's token losses over its trained tokens, in nats, in the order of `rows`.
+
+    A row without a trained token gets 0. The model should be in evaluation mode.
+
+    Args:
+        model: a causal language model.
+        rows: prepared rows.
+        batch_rows: most rows of one forward pass.
+        on_progress: called after each batch with the rows done so far and the number of all.
+    """
+    sums = [0.0] * len(rows)
+    done = sum(row.trained_tokens == 0 for row in rows)
+    device = model.get_input_embeddings().weight.device
+    vocabulary = model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        for numbers in _batches(rows, batch_rows, vocabulary):
+            batch = [rows[n] for n in numbers]
+            for n, loss in zip(numbers, _batch_losses(model, batch, device), strict=True):
+                sums[n] = loss
+            done += len(numbers)
+            if on_progress is not None:
+                on_progress(done, len(rows))
+    return sums
+
+
+def class_scores(
+    model: Any, rows: Sequence[Row], batch_rows: int, on_progress: Progress | None = None
+) -> list[tuple[float, int]]:
+    """Loss in nats and predicted class of each labelled row, by the model's classification head.
+
+    Raises:
+        ModelError: the model has no classification head, or fewer classes than the labels need.
+    """
+    _check_classifies(model, rows)
+    # A decoder classifies at its last token and finds it by the padding's id; without one, a row must go alone.
+    pad = model.config.get_text_config().pad_token_id
+    size = batch_rows if pad is not None else 1
+    order = sorted(range(len(rows)), key=lambda n: -len(rows[n].tokens))
+    device = model.get_input_embeddings().weight.device
+    scored: dict[int, tuple[float, int]] = {}
+    with torch.no_grad():
+        for start in range(0, len(order), size):
+            numbers = order[start : start + size]
+            tokens_BT, mask_BT = _padded([rows[n] for n in numbers], device, pad or 0)
+            logits_BC = model(input_ids=tokens_BT, attention_mask=mask_BT).logits
+            labels_B = torch.tensor([rows[n].label for n in numbers], device=device)
+            losses = functional.cross_entropy(logits_BC.float(), labels_B, reduction="none")
+            guesses = logits_BC.argmax(dim=-1)
+            pairs = zip(losses.tolist(), guesses.tolist(), strict=True)
+            scored.update(zip(numbers, pairs, strict=True))
+            if on_progress is not None:
+                on_progress(len(scored), len(rows))
+    return [scored[n] for n in range(len(rows))]
+
+
+def _check_classifies(model: Any, rows: Sequence[Row]) -> None:
+    if "SequenceClassification" not in type(model).__name__:
+        raise ModelError(
+            "the rows have labels, and this model has no classification head",
+            got=type(model).__name__,
+            wanted="a model loaded for classification, or rows whose answer is text",
+            cure="evaluate the run that was trained on labels, or give the label as the completion",
+        )
+    most = max(row.label or 0 for row in rows)
+    if most >= model.config.num_labels:
+        raise ModelError(
+            "a label is outside the model's classes",
+            got=f"label {most}",
+            wanted=f"0 to {model.config.num_labels - 1}",
+            cure="use the data's own label numbering of the training run",
+        )
+
+
+def _batches(rows: Sequence[Row], batch_rows: int, vocabulary: int) -> Iterator[list[int]]:
+    """Numbers of the rows that have trained tokens, in batches of like length, longest first."""
+    order = sorted(
+        (n for n in range(len(rows)) if rows[n].trained_tokens),
+        key=lambda n: (-len(rows[n].tokens), n),
+    )
+    batch: list[int] = []
+    kept: set[int] = set()
+    for n in order:
+        union = kept.union(_predicting(rows[n]))
+        full = len(batch) == batch_rows
+        if batch and (full or len(union) * (len(batch) + 1) * vocabulary > LOGITS_AT_ONCE):
+            yield batch
+            batch, union = [], set(_predicting(rows[n]))
+        batch.append(n)
+        kept = union
+    if batch:
+        yield batch
+
+
+def _predicting(row: Row) -> list[int]:
+    """Positions whose logits predict a trained token: the one before each."""
+    return [t - 1 for t in range(1, len(row.tokens)) if row.trained[t]]
+
+
+def _padded(rows: Sequence[Row], device: Any, pad: int) -> tuple[Tensor, Tensor]:
+    width = max(len(row.tokens) for row in rows)
+    tokens = [list(row.tokens) + [pad] * (width - len(row.tokens)) for row in rows]
+    mask = [[1] * len(row.tokens) + [0] * (width - len(row.tokens)) for row in rows]
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+
+
+def _batch_losses(model: Any, rows: Sequence[Row], device: Any) -> list[float]:
+    kept = sorted({t for row in rows for t in _predicting(row)})
+    kept_K = torch.tensor(kept, device=device)
+    tokens_BT, mask_BT = _padded(rows, device, 0)
+    inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT, "use_cache": False}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits_BKV = model(**inputs, logits_to_keep=kept_K).logits
+    else:
+        logits_BKV = model(**inputs).logits[:, kept_K]
+    place = {t: k for k, t in enumerate(kept)}
+    sums = []
+    for number, row in enumerate(rows):
+        at = _predicting(row)
+        places_N = torch.tensor([place[t] for t in at], device=device)
+        targets_N = torch.tensor([row.tokens[t + 1] for t in at], device=device)
+        losses_N = token_losses(logits_BKV[number, places_N], targets_N)
+        sums.append(math.fsum(losses_N.tolist()))
+    return sums

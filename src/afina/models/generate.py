@@ -1,0 +1,342 @@
+"""Answers to prompts: in batches with a KV cache, or streamed one piece of text at a time.
+
+The decoding loop is Transformers' `generate`; what surrounds it here makes a row's answer independent of its batch: left
+padding with an attention mask, an end found by where the stop token was generated and never by the padding's id, and
+random draws that belong to the row (`sampling.py`). In fp32 and fp64 a batched answer is the one the prompt gets alone.
+In bf16 the rounding of a product depends on the shape of the batch, so that two nearly equal logits can change places.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jinja2 import TemplateError
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import BaseStreamer
+
+from afina.config import GenerateSettings
+from afina.errors import DataError, ModelError
+from afina.models.sampling import Draw
+from afina.models.stops import Stopper, cut, held, never, stop_ids
+
+__all__ = ["Completion", "Prompt", "encode", "evaluating", "generate", "stop_ids", "stream"]
+
+Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
+"""A text to go on with, the messages of a chat, or the ids of a prompt rendered already."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model answered.
+
+    Attributes:
+        text: the answer without special tokens, cut before a stop text.
+        tokens: the ids generated; the stop token is not among them.
+        stop_reason: "stop" at a stop token or stop text, "length" at the largest number of tokens.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    stop_reason: Literal["stop", "length"]
+
+
+def encode(
+    tokenizer: Any, prompt: Prompt, *, system: str | None = None, tools: Any = None
+) -> list[int]:
+    """The ids that a prompt begins an answer with.
+
+    Args:
+        tokenizer: with a chat template, when the prompt is messages.
+        prompt: see `Prompt`; a text is taken as it is, without the template.
+        system: put before messages that have no system message of their own.
+        tools: descriptions of functions, handed to the template.
+
+    Raises:
+        ModelError: messages, and no chat template or one that refuses them.
+        DataError: a prompt without tokens.
+    """
+    if isinstance(prompt, str):
+        ids = list(tokenizer(prompt)["input_ids"])
+    elif prompt and isinstance(prompt[0], int):
+        ids = list(prompt)
+    else:
+        ids = _encode_messages(tokenizer, list(prompt), system, tools)
+    if not ids:
+        raise DataError(
+            "a prompt has no tokens", got=repr(prompt), cure="give it some text, or leave it out"
+        )
+    return ids
+
+
+def _encode_messages(
+    tokenizer: Any, messages: list[Any], system: str | None, tools: Any
+) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            "this model has no chat template, so it cannot be sent messages",
+            wanted="a tokenizer with a chat template, as instruction-tuned models have",
+            cure="give the prompt as plain text, or tune with a model that has a template",
+        )
+    if system is not None and not any(m.get("role") == "system" for m in messages):
+        messages = [{"role": "system", "content": system}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise ModelError(
+            "the chat template refuses these messages",
+            got=f"roles {[m.get('role') for m in messages]}; it says: {error}",
+            cure="change the order or the roles of the messages",
+        ) from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout and the like off inside; each module's own mode again afterwards.
+
+    Gradients are left alone: a generator that holds this open must not turn them off for whoever reads from it.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    settings: GenerateSettings | None = None,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Completion]:
+    """Answers every prompt; the answers are in the prompts' order.
+
+    Args:
+        model: a causal language model of Transformers.
+        tokenizer: its tokenizer.
+        prompts: see `Prompt`.
+        settings: defaults when None. Prompt number i draws from (seed, i), whatever is beside it.
+        on_progress: called after each batch with the prompts answered so far and the number of all.
+
+    Raises:
+        ModelError: the model does not generate, or a prompt fills its context.
+        DataError: a prompt without tokens.
+    """
+    settings = settings or GenerateSettings()
+    _check_generates(model)
+    ids = [encode(tokenizer, prompt, system=settings.system) for prompt in prompts]
+    stops = stop_ids(model, tokenizer)
+    budgets = [_budget(model, tokens, settings, row) for row, tokens in enumerate(ids)]
+    answers: dict[int, Completion] = {}
+    with evaluating(model):
+        for rows in _batches(ids, budgets, settings):
+            job = _Job(model, tokenizer, settings, stops, [ids[row] for row in rows], tuple(rows))
+            answers.update(zip(rows, job.run(min(budgets[row] for row in rows)), strict=True))
+            if on_progress is not None:
+                on_progress(len(answers), len(ids))
+    return [answers[row] for row in range(len(ids))]
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    messages: Prompt,
+    settings: GenerateSettings | None = None,
+    *,
+    tools: Any = None,
+) -> Iterator[str]:
+    """Answers one prompt piece by piece; the pieces joined are the text `generate` would give.
+
+    A character that takes several tokens comes when it is whole. Closing the iterator, or an interrupt while it waits,
+    stops the model before the next token.
+
+    Raises:
+        As `generate`, at the first piece.
+    """
+    settings = settings or GenerateSettings()
+    _check_generates(model)
+    ids = encode(tokenizer, messages, system=settings.system, tools=tools)
+    budget = _budget(model, ids, settings, 0)
+    job = _Job(model, tokenizer, settings, stop_ids(model, tokenizer), [ids], (0,))
+    tokens: list[int] = []
+    shown = ""
+    with evaluating(model):
+        for token in job.tokens(budget):
+            tokens.append(token)
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            whole = cut(text, settings.stop)
+            ready = whole if whole != text else text[: len(text) - held(text, settings.stop)]
+            if len(ready) > len(shown):
+                yield ready[len(shown) :]
+                shown = ready
+    rest = cut(tokenizer.decode(tokens, skip_special_tokens=True), settings.stop)[len(shown) :]
+    if rest:
+        yield rest
+
+
+def _check_generates(model: Any) -> None:
+    can = getattr(model, "can_generate", None)
+    if can is None or not can() or model.config.is_encoder_decoder:
+        raise ModelError(
+            "this model does not generate text from left to right",
+            got=type(model).__name__,
+            wanted="a causal language model",
+            cure="use `afina eval` for a classifier",
+        )
+
+
+def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings, row: int) -> int:
+    """The most tokens this prompt's answer may have: as set, or what the context leaves."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return settings.max_new_tokens
+    if len(ids) >= limit:
+        raise ModelError(
+            f"prompt {row + 1} fills the model's whole context",
+            got=f"{len(ids)} tokens",
+            wanted=f"fewer than {limit}",
+            cure="shorten the prompt",
+        )
+    return min(settings.max_new_tokens, limit - len(ids))
+
+
+def _batches(
+    ids: Sequence[Sequence[int]], budgets: Sequence[int], settings: GenerateSettings
+) -> Iterator[list[int]]:
+    """Row numbers in batches of like length, longest first, so that memory runs out at once or never.
+
+    A row whose budget is cut short by the context goes alone: it would cut its neighbours short too.
+    """
+    order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), row))
+    yield from ([row] for row in order if budgets[row] < settings.max_new_tokens)
+    full = [row for row in order if budgets[row] == settings.max_new_tokens]
+    for start in range(0, len(full), settings.batch_rows):
+        yield full[start : start + settings.batch_rows]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One call of the model's `generate`: a batch of prompts as ids, and their numbers among all prompts."""
+
+    model: Any
+    tokenizer: Any
+    settings: GenerateSettings
+    stops: tuple[int, ...]
+    prompts: Sequence[Sequence[int]]
+    rows: tuple[int, ...]
+
+    def run(self, budget: int) -> list[Completion]:
+        """The batch's answers, of at most `budget` tokens each."""
+        stopper = self._stopper()
+        out_BT = self._decode(stopper, budget)[:, self._width :].tolist()
+        return [
+            self._completion(tokens, length)
+            for tokens, length in zip(out_BT, stopper.lengths, strict=True)
+        ]
+
+    def tokens(self, budget: int) -> Iterator[int]:
+        """The answer of a single prompt, token by token, from a thread that ends with the iterator."""
+        made: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+        left = threading.Event()
+
+        def work() -> None:
+            try:
+                self._decode(self._stopper(left.is_set), budget, _Pipe(made))
+                made.put(None)
+            except BaseException as error:  # whatever it is, the reader must hear of it
+                made.put(error)
+
+        thread = threading.Thread(target=work, name="afina-stream", daemon=True)
+        thread.start()
+        try:
+            while (item := made.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                if item in self.stops:
+                    return
+                yield item
+        finally:
+            left.set()
+            thread.join()
+
+    @property
+    def _width(self) -> int:
+        return max(len(ids) for ids in self.prompts)
+
+    def _stopper(self, cancelled: Callable[[], bool] = never) -> Stopper:
+        return Stopper(
+            self.tokenizer,
+            self.stops,
+            self.settings.stop,
+            prompt_tokens=self._width,
+            rows=len(self.prompts),
+            cancelled=cancelled,
+        )
+
+    def _decode(
+        self, stopper: Stopper, budget: int, streamer: BaseStreamer | None = None
+    ) -> torch.Tensor:
+        width, device = self._width, self.model.get_input_embeddings().weight.device
+        pad = self._pad()
+        tokens_BT = [[pad] * (width - len(ids)) + list(ids) for ids in self.prompts]
+        mask_BT = [[0] * (width - len(ids)) + [1] * len(ids) for ids in self.prompts]
+        drawn = self.settings.temperature > 0
+        return self.model.generate(
+            torch.tensor(tokens_BT, device=device),
+            attention_mask=torch.tensor(mask_BT, device=device),
+            generation_config=self._config(budget, pad),
+            logits_processor=LogitsProcessorList([Draw(self.settings, self.rows)] if drawn else []),
+            stopping_criteria=StoppingCriteriaList([stopper]),
+            streamer=streamer,
+        )
+
+    def _config(self, budget: int, pad: int) -> GenerationConfig:
+        # Every default is given, because the model's own generation config fills in whatever is not: a repetition
+        # penalty from there would make a temperature of 0 something other than greedy.
+        values = GenerationConfig._get_default_generation_params()
+        values.update(
+            max_length=None, max_new_tokens=budget, pad_token_id=pad, do_sample=False, top_k=None
+        )
+        return GenerationConfig(**values, eos_token_id=list(self.stops) or None)
+
+    def _pad(self) -> int:
+        """Any id will do: it is masked in the prompts, and cut off after an answer's end."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else next(iter(self.stops), 0)
+
+    def _completion(self, tokens: list[int], length: int | None) -> Completion:
+        kept = tokens if length is None else tokens[:length]
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return Completion(
+            text=cut(text, self.settings.stop),
+            tokens=tuple(kept),
+            stop_reason="length" if length is None else "stop",
+        )
+
+
+class _Pipe(BaseStreamer):
+    """Hands each new token to a queue; the first thing it is given is the prompt."""
+
+    def __init__(self, made: queue.SimpleQueue[Any]) -> None:
+        self.made, self.prompt_seen = made, False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt (1, T), then each token (1)."""
+        if self.prompt_seen:
+            self.made.put(int(value[-1]))
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing: the worker says itself when it is done."""
