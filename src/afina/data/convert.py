@@ -1,0 +1,240 @@
+"""From the columns of each format to an `Example`, with every value's type checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from afina.data.example import Example, Message
+from afina.data.sources import RawRow
+from afina.errors import DataError, nearest
+
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+# The layout of the Alpaca paper's prompts, used only for tokenizers without a chat template.
+_ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
+_ALPACA_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+
+
+def chat_column(columns: Mapping[str, Any]) -> str:
+    """The column that holds the turns, "" if there is none."""
+    return next((name for name in CHAT_COLUMNS if columns.get(name) is not None), "")
+
+
+def _wrong(row: RawRow, column: str, value: Any, wanted: str) -> DataError:
+    shown = str(value)
+    return DataError(
+        f"{row.source}: column {column!r} has the wrong type",
+        got=f"{type(value).__name__} {shown[:60]!r}",
+        wanted=wanted,
+    )
+
+
+def _string(row: RawRow, column: str, default: str | None = None) -> str:
+    value = row.columns.get(column)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise _wrong(row, column, value, "text")
+    return str(value)
+
+
+def _list_of(row: RawRow, column: str) -> list[Any] | None:
+    """A column that holds a list, or a list written as JSON text (as in CSV)."""
+    value = row.columns.get(column)
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise _wrong(row, column, value, "a list, or a list written as JSON") from error
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(row, column, value, "a list")
+    return list(value)
+
+
+def _common(row: RawRow) -> dict[str, Any]:
+    choices = _list_of(row, "choices") or []
+    if not all(isinstance(choice, (str, int, float)) for choice in choices):
+        raise _wrong(row, "choices", choices, "a list of texts")
+    return {
+        "id": row.id,
+        "source": row.source,
+        "tools": _list_of(row, "tools"),
+        "choices": tuple(str(choice) for choice in choices),
+    }
+
+
+def _content(row: RawRow, number: int, value: Any) -> str | None:
+    """A message's text: as given, or its text parts joined."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and all(_is_text(part) for part in value):
+        return "".join(part["text"] for part in value)
+    raise DataError(
+        f"{row.source}: message {number} has content that is not text",
+        got=f"{type(value).__name__} {str(value)[:80]!r}",
+        wanted="a text, or a list of {type: text, text: …}",
+        cure="images and other media are not supported",
+    )
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _messages(row: RawRow, column: str, turns: Any) -> list[Message]:
+    """Checked messages of the form {role, content, …}; keys without a value are left out."""
+    if not isinstance(turns, (list, tuple)) or not turns:
+        raise _wrong(row, column, turns, "a list of at least one {role: …, content: …}")
+    messages: list[Message] = []
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            raise DataError(
+                f"{row.source}: message {number} has no role",
+                got=str(turn)[:80],
+                wanted="{role: user or assistant or system or tool, content: …}",
+            )
+        role = turn["role"]
+        if role not in _ROLES:
+            near = nearest(role, _ROLES) or [_SHAREGPT_ROLES.get(role, "user")]
+            raise DataError(
+                f"{row.source}: message {number} has an unknown role",
+                got=repr(role),
+                wanted=", ".join(_ROLES),
+                cure=f"did you mean {near[0]!r}?",
+            )
+        message = {key: value for key, value in turn.items() if value is not None}
+        content = _content(row, number, turn.get("content"))
+        if content is None and "tool_calls" not in message:
+            raise DataError(
+                f"{row.source}: message {number} ({role}) has no content",
+                got=f"keys {list(turn)}",
+                wanted="content, or tool_calls",
+            )
+        messages.append({**message, "content": content or ""})
+    return messages
+
+
+def _with_system(row: RawRow, messages: list[Message]) -> list[Message]:
+    system = _string(row, "system", "")
+    if system and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def from_messages(row: RawRow) -> Example:
+    """Turns of {role, content}, tool calls and results included."""
+    column = chat_column(row.columns)
+    messages = _with_system(row, _messages(row, column, _list_of(row, column)))
+    return Example(messages=tuple(messages), **_common(row))
+
+
+def from_sharegpt(row: RawRow) -> Example:
+    """ShareGPT: [{from: human, value: …}, {from: gpt, value: …}]."""
+    column = chat_column(row.columns)
+    turns: list[Any] = []
+    for number, turn in enumerate(row.columns[column]):
+        speaker = turn.get("from") if isinstance(turn, Mapping) else None
+        if speaker not in _SHAREGPT_ROLES:
+            raise DataError(
+                f"{row.source}: turn {number} is from an unknown speaker",
+                got=repr(speaker if isinstance(turn, Mapping) else turn),
+                wanted=", ".join(_SHAREGPT_ROLES),
+            )
+        turns.append({"role": _SHAREGPT_ROLES[speaker], "content": turn.get("value")})
+    messages = _with_system(row, _messages(row, column, turns))
+    return Example(messages=tuple(messages), **_common(row))
+
+
+def from_prompt_completion(row: RawRow) -> Example:
+    """Texts, or lists of messages on either side."""
+    prompt, completion = row.columns["prompt"], row.columns["completion"]
+    if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
+        before = (
+            _messages(row, "prompt", prompt)
+            if isinstance(prompt, (list, tuple))
+            else [{"role": "user", "content": _string(row, "prompt")}]
+        )
+        before = _with_system(row, before)
+        after = (
+            _messages(row, "completion", completion)
+            if isinstance(completion, (list, tuple))
+            else [{"role": "assistant", "content": _string(row, "completion")}]
+        )
+        return Example(messages=(*before, *after), first_trained=len(before), **_common(row))
+    system = _string(row, "system", "")
+    asked, answer = _string(row, "prompt"), _string(row, "completion")
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    plain = f"{system}\n\n{asked}" if system else asked
+    return Example(
+        messages=tuple(_with_system(row, messages)), plain=(plain, answer), **_common(row)
+    )
+
+
+def from_alpaca(row: RawRow) -> Example:
+    """Instruction, optional input and history ([[asked, answered], …]), output."""
+    instruction, given = _string(row, "instruction"), _string(row, "input", "")
+    answer, system = _string(row, "output"), _string(row, "system", "")
+    messages: list[Message] = []
+    for pair in _list_of(row, "history") or []:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise _wrong(row, "history", pair, "pairs [asked, answered]")
+        messages += [
+            {"role": "user", "content": str(pair[0])},
+            {"role": "assistant", "content": str(pair[1])},
+        ]
+    asked = f"{instruction}\n\n{given}" if given else instruction
+    plain = (_ALPACA_INPUT if given else _ALPACA).format(instruction=instruction, input=given)
+    plain = f"{system}\n\n{plain}" if system else plain
+    alone = not messages
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return Example(
+        messages=tuple(_with_system(row, messages)),
+        plain=(plain, answer) if alone else None,
+        **_common(row),
+    )
+
+
+def from_text(row: RawRow) -> Example:
+    """A text, every token of which is learnt."""
+    return Example(text=_string(row, "text"), **_common(row))
+
+
+def from_text_label(row: RawRow) -> Example:
+    """A text and its class: a name or a whole number."""
+    label = row.columns["label"]
+    if not isinstance(label, (str, int)) or label == "":
+        raise _wrong(row, "label", label, "a class: a name or a whole number")
+    return Example(text=_string(row, "text"), label=label, **_common(row))
+
+
+CONVERT: dict[str, Callable[[RawRow], Example]] = {
+    "messages": from_messages,
+    "sharegpt": from_sharegpt,
+    "prompt_completion": from_prompt_completion,
+    "alpaca": from_alpaca,
+    "text_label": from_text_label,
+    "text": from_text,
+}

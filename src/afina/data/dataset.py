@@ -1,0 +1,212 @@
+"""From a source to the rows of a run: read, recognise, render, mask, cut, account for every row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from afina.data.drafts import Draft, draft
+from afina.data.example import Example
+from afina.data.formats import Format, convert, recognise, rename
+from afina.data.masks import Masked
+from afina.data.report import DataReport, fingerprint, quantiles
+from afina.data.settings import DataSettings, Role
+from afina.data.sources import Read, Source, read
+from afina.errors import DataError
+from afina.types import Row
+
+OVER_LONG = "longer than max_tokens"
+UNTRAINED = "no trained token"
+CUT_AWAY = "no trained token left after truncation"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows ready for an epoch, and the account of how they came about."""
+
+    rows: list[Row]
+    report: DataReport
+
+
+def prepare(
+    source: Source,
+    tokenizer: Any,
+    settings: DataSettings,
+    *,
+    role: Role = "train",
+    max_tokens: int | None = None,
+    labels: Sequence[str] | None = None,
+    stop_ids: Sequence[int] = (),
+) -> Prepared:
+    """Rows of tokens and labels from any source.
+
+    `Row.meta` carries what evaluation needs: `prompt` (messages, or a text where no template is used), `reference`
+    (the answer of the last trained turn), `tools` and `choices` where given, `digest` of the content; for classes
+    `text` and `label`.
+
+    Args:
+        source: see `sources.read`.
+        tokenizer: of Transformers.
+        settings: how.
+        role: which split of a folder or hub data set is read; named in the report.
+        max_tokens: the model's context; `settings.max_tokens` may only be smaller.
+        labels: class names in the order of their numbers, from the training rows' report; None numbers the sorted
+            names of this source.
+        stop_ids: tokens that generation stops on, if known beyond the tokenizer's.
+
+    Raises:
+        DataError: the data cannot be read, recognised, rendered or masked, or no row is left.
+    """
+    found = read(source, settings, role)
+    raw = rename(found.rows, settings.columns)
+    format = recognise(raw, settings)
+    examples = convert(raw, format)
+    made = draft(format.name, tokenizer, examples, settings, labels, stop_ids)
+    limit = _limit(tokenizer, settings, max_tokens)
+    tally = _Tally(limit, settings.over_long)
+    rows: list[Row] = []
+    for example, masked, turns in zip(examples, made.masked, made.turns, strict=True):
+        row = tally.row(tokenizer, example, masked, turns, made)
+        if row is not None:
+            rows.append(row)
+    report = _report(found, role, format, examples, made, tally, rows)
+    if not rows:
+        raise DataError(
+            f"{found.name}: no row is left to train on",
+            got="; ".join(
+                f"{count} of {len(raw)} rows dropped: {why}" for why, count in tally.dropped.items()
+            ),
+            wanted="rows with an answer, no longer than max_tokens",
+            cure=_cure(tally, report),
+        )
+    return Prepared(rows, report)
+
+
+def _limit(tokenizer: Any, settings: DataSettings, max_tokens: int | None) -> int | None:
+    own = getattr(tokenizer, "model_max_length", None)
+    if (
+        max_tokens is None and own is not None and own < 10**9
+    ):  # Transformers says "unknown" with 1e30
+        max_tokens = int(own)
+    if settings.max_tokens is not None and settings.max_tokens > (max_tokens or 10**9):
+        raise DataError(
+            "data.max_tokens is more than the model can read",
+            got=settings.max_tokens,
+            wanted=f"at most {max_tokens}",
+        )
+    return settings.max_tokens or max_tokens
+
+
+@dataclass
+class _Tally:
+    """Cuts or drops one row at a time and keeps count."""
+
+    limit: int | None
+    over_long: str
+    dropped: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+    lost_tokens: int = 0
+
+    def row(
+        self, tokenizer: Any, example: Example, masked: Masked, turns: tuple[int, ...], made: Draft
+    ) -> Row | None:
+        """The finished row, or None if it is dropped."""
+        length = len(masked.tokens)
+        cut = self.limit is not None and length > self.limit
+        if cut and self.over_long == "error":
+            raise DataError(
+                f"{example.source}: row longer than max_tokens, and data.over_long is error",
+                got=f"{length} tokens",
+                wanted=f"at most {self.limit}",
+                cure=f"data.max_tokens={length}, or data.over_long=drop or truncate",
+            )
+        if cut and self.over_long == "drop":
+            self.dropped[OVER_LONG] += 1
+            self.lost_tokens += length
+            return None
+        tokens, trained = masked.tokens[: self.limit], masked.trained[: self.limit]
+        label = None
+        if made.template == "classes":
+            label = made.labels.index(str(example.label))
+            if cut:  # keeps the closing special token
+                tokens = tuple(
+                    tokenizer(example.text, truncation=True, max_length=self.limit)["input_ids"]
+                )
+        elif not any(trained[1:]):
+            self.dropped[CUT_AWAY if any(masked.trained[1:]) else UNTRAINED] += 1
+            self.lost_tokens += length
+            return None
+        self.truncated += cut
+        self.lost_tokens += length - len(tokens)
+        left = [
+            place for place in zip(masked.starts, turns, strict=False) if place[0] < len(tokens)
+        ]
+        start, turn = left[-1] if left else (0, None)
+        return Row(
+            tokens,
+            trained,
+            example.id,
+            example.source,
+            prompt_tokens=start,
+            label=label,
+            meta=_meta(example, turn, made.template),
+        )
+
+
+def _meta(example: Example, turn: int | None, template: str) -> dict[str, Any]:
+    """What evaluation needs of a row; see `prepare`."""
+    meta: dict[str, Any] = {"digest": example.digest}
+    if example.text is not None:
+        meta["text"] = example.text
+    if example.label is not None:
+        meta["label"] = str(example.label)
+    if turn is not None:
+        chat = template == "chat"
+        plain = example.plain or ("", "")
+        meta["prompt"] = list(example.messages[:turn]) if chat else plain[0]
+        meta["reference"] = example.messages[turn]["content"] if chat else plain[1]
+        if chat and example.tools:
+            meta["tools"] = example.tools
+    if example.choices:
+        meta["choices"] = list(example.choices)
+    return meta
+
+
+def _report(
+    found: Read,
+    role: str,
+    format: Format,
+    examples: Sequence[Example],
+    made: Draft,
+    tally: _Tally,
+    rows: Sequence[Row],
+) -> DataReport:
+    return DataReport(
+        source=found.name,
+        role=role,
+        format=format.name,
+        why=format.why,
+        template=made.template,
+        stop=made.stop,
+        read=len(examples),
+        kept=len(rows),
+        dropped=dict(tally.dropped),
+        truncated=tally.truncated,
+        lost_tokens=tally.lost_tokens,
+        max_tokens=tally.limit,
+        tokens=sum(len(row.tokens) for row in rows),
+        trained_tokens=sum(row.trained_tokens for row in rows),
+        lengths=quantiles([len(one.tokens) for one in made.masked]),
+        duplicates=len(examples) - len({example.digest for example in examples}),
+        fingerprint=fingerprint(rows),
+        labels=made.labels,
+        notes=found.notes + made.notes,
+    )
+
+
+def _cure(tally: _Tally, report: DataReport) -> str:
+    if tally.dropped[OVER_LONG] or tally.dropped[CUT_AWAY]:
+        return f"raise data.max_tokens (the longest row has {report.lengths['max']}), or shorten the rows"
+    return "give every row an assistant's answer, or data.train_on=text to train on every token"

@@ -1,0 +1,174 @@
+"""Each family of formats made into tokens and labels: chats, plain prompt and completion, texts, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from afina.data.example import Example
+from afina.data.masks import Masked, encode, mask_all, mask_plain
+from afina.data.settings import DataSettings
+from afina.data.templates import Rendered, has_template, render_turns, stop_of
+from afina.errors import DataError
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Rows before any is cut or dropped, with what differs between chats, plain texts and classes.
+
+    `turns[i]` are the message numbers of row i's trained turns, beside `masked[i].starts`.
+    """
+
+    masked: list[Masked]
+    turns: list[tuple[int, ...]]
+    template: str
+    stop: str
+    labels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def draft(
+    format: str,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    settings: DataSettings,
+    labels: Sequence[str] | None = None,
+    stop_ids: Sequence[int] = (),
+) -> Draft:
+    """Tokens and labels of all examples of one format, as `prepare` describes them."""
+    if format == "text_label":
+        return _classes(tokenizer, examples, labels)
+    if format == "text":
+        return _texts(tokenizer, examples)
+    if uses_chat(tokenizer, settings, examples[0]):
+        return _chats(tokenizer, examples, settings, stop_ids)
+    return _plain(tokenizer, examples, settings)
+
+
+def uses_chat(tokenizer: Any, settings: DataSettings, example: Example) -> bool:
+    """Whether such rows are rendered by the chat template.
+
+    Raises:
+        DataError: they need one and there is none, or it is forbidden.
+    """
+    if settings.template != "none" and has_template(tokenizer):
+        return True
+    if settings.template == "chat" or example.plain is None:
+        raise DataError(
+            f"{example.source}: a conversation needs a chat template",
+            got="data.template=none" if has_template(tokenizer) else "a tokenizer without one",
+            wanted="a tokenizer with a chat template, or rows of prompt and completion, or text",
+            cure="data.template=auto"
+            if has_template(tokenizer)
+            else "use the instruct variant of the model, or set tokenizer.chat_template",
+        )
+    return False
+
+
+def _chats(
+    tokenizer: Any, examples: Sequence[Example], settings: DataSettings, stop_ids: Sequence[int]
+) -> Draft:
+    stop = stop_of(tokenizer, stop_ids)
+    which = [_trained_turns(example, settings) for example in examples]
+    rendered = [_rendered(tokenizer, *pair, settings) for pair in zip(examples, which, strict=True)]
+    masked = mask_all(tokenizer, rendered, stop, [example.source for example in examples])
+    if settings.train_on == "text":
+        masked = [replace(one, trained=(True,) * len(one.tokens)) for one in masked]
+    notes = _located(sum(not turn.exact for one in rendered for turn in one.turns), "content")
+    notes += _located(sum(one.by_offset for one in masked), "offset") + _control(
+        tokenizer, examples
+    )
+    if "strftime_now" in str(tokenizer.chat_template):
+        notes += ("the chat template writes today's date: these rows differ from day to day",)
+    turns = [tuple(turn.message for turn in one.turns) for one in rendered]
+    shown = str(tokenizer.convert_ids_to_tokens(stop.ids[0])) if stop.ids else "nothing"
+    if not stop.own:
+        notes += (f"the chat template ends no turn: {shown} is added to the last one",)
+    return Draft(masked, turns, "chat", shown, notes=notes)
+
+
+def _trained_turns(example: Example, settings: DataSettings) -> tuple[int, ...]:
+    turns = tuple(
+        number
+        for number, message in enumerate(example.messages)
+        if message["role"] == "assistant" and number >= example.first_trained
+    )
+    return turns if settings.train_on == "all" else turns[-1:]
+
+
+def _rendered(
+    tokenizer: Any, example: Example, which: tuple[int, ...], settings: DataSettings
+) -> Rendered:
+    try:
+        return render_turns(tokenizer, example, which)
+    except DataError:
+        if settings.train_on != "text":
+            raise
+    return render_turns(tokenizer, example, ())  # every token is a label: no place is needed
+
+
+def _located(count: int, how: str) -> tuple[str, ...]:
+    if not count:
+        return ()
+    if how == "content":
+        return (
+            f"{count} turns were found by their content: the template's generation prompt is not how it "
+            "writes an answer",
+        )
+    return (
+        f"{count} answers begin inside a token that also ends the prompt; if prompts end with a space, "
+        "begin the answers with it instead",
+    )
+
+
+def _control(tokenizer: Any, examples: Sequence[Example]) -> tuple[str, ...]:
+    """Special tokens spelled out in the data become control tokens: said, since it may be an attack or an accident."""
+    names = [str(token) for token in tokenizer.all_special_tokens if len(str(token)) > 2]
+    guilty = [
+        example.source
+        for example in examples
+        if any(name in message["content"] for message in example.messages for name in names)
+    ]
+    if not guilty:
+        return ()
+    return (
+        f"{len(guilty)} rows spell out special tokens, read as control tokens; first: {guilty[0]}",
+    )
+
+
+def _plain(tokenizer: Any, examples: Sequence[Example], settings: DataSettings) -> Draft:
+    for example in examples:
+        uses_chat(tokenizer, settings, example)  # a row of several turns among single ones
+    pairs = [example.plain or ("", "") for example in examples]
+    masked = mask_plain(tokenizer, pairs, [example.source for example in examples])
+    if settings.train_on == "text":
+        masked = [replace(one, trained=(True,) * len(one.tokens)) for one in masked]
+    notes = _located(sum(one.by_offset for one in masked), "offset")
+    turns = [(len(example.messages) - 1,) for example in examples]
+    return Draft(masked, turns, "none", str(tokenizer.eos_token), notes=notes)
+
+
+def _texts(tokenizer: Any, examples: Sequence[Example]) -> Draft:
+    sources = [example.source for example in examples]
+    masked = mask_plain(tokenizer, [("", example.text or "") for example in examples], sources)
+    return Draft(masked, [()] * len(examples), "none", str(tokenizer.eos_token))
+
+
+def _classes(tokenizer: Any, examples: Sequence[Example], labels: Sequence[str] | None) -> Draft:
+    if labels is None:
+        names = {str(example.label) for example in examples}
+        numeric = all(name.lstrip("-").isdecimal() for name in names)
+        labels = sorted(names, key=int) if numeric else sorted(names)
+    known = tuple(labels)
+    for example in examples:
+        if str(example.label) not in known:
+            raise DataError(
+                f"{example.source}: a class that the training rows do not have",
+                got=repr(example.label),
+                wanted=", ".join(known[:20]),
+            )
+    tokens = encode(tokenizer, [example.text or "" for example in examples], special=True)
+    masked = [Masked(tuple(ids), (False,) * len(ids), ()) for ids in tokens]
+    note = "classes; to have a language model write the label: data.columns={prompt: text, completion: label}"
+    return Draft(masked, [()] * len(examples), "classes", "", known, (note,))

@@ -1,0 +1,98 @@
+"""Rows into the tensors of one forward pass: end to end without padding, or one a line.
+
+Either way the targets are shifted inside each row and positions begin at 0 in each row, so the loss of a row does not
+depend on its neighbours. What keeps attention inside a row is `segments_BT`, which travels in the `Context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from afina.errors import DataError
+from afina.types import IGNORE, Batch, Row
+
+
+def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Rows grouped into micro-batches of at most `max_tokens`, each row in the first group with room.
+
+    First fit in the given order: groups are in the order they were opened, and rows inside one keep their order, so
+    the same rows always give the same groups. A row longer than `max_tokens` lies alone: none is cut or lost here.
+
+    Raises:
+        DataError: `max_tokens` is not positive.
+    """
+    if max_tokens < 1:
+        raise DataError("a micro-batch must hold at least one token", got=max_tokens, wanted="≥ 1")
+    groups: list[list[Row]] = []
+    room: list[int] = []
+    for row in rows:
+        length = len(row.tokens)
+        place = next((at for at, left in enumerate(room) if length <= left), None)
+        if place is None:
+            groups.append([])
+            room.append(max_tokens)
+            place = len(groups) - 1
+        groups[place].append(row)
+        room[place] -= length
+    return groups
+
+
+def targets_of(row: Row) -> list[int]:
+    """For each token of a row the id it must predict, or IGNORE: the next token if that is a label."""
+    following = zip(row.tokens[1:], row.trained[1:], strict=True)
+    return [id if label else IGNORE for id, label in following] + [IGNORE]
+
+
+def collate(
+    rows: Sequence[Row], packed: bool, pad_id: int, pad_to_multiple: int | None = None
+) -> Batch:
+    """The batch of some rows.
+
+    Padding is known by its segment (-1), never by its id: `pad_id` may be any token, the stop token too.
+
+    Args:
+        rows: at least one, none empty.
+        packed: end to end in one line (B = 1); otherwise one row a line, padded on the right.
+        pad_id: what padding positions hold.
+        pad_to_multiple: T is rounded up to a multiple of this, for compiled graphs.
+
+    Raises:
+        DataError: no rows, or one without tokens.
+    """
+    if not rows or not all(row.tokens for row in rows):
+        raise DataError("a batch needs at least one row, and every row a token", got=len(rows))
+    lines = [list(rows)] if packed else [[row] for row in rows]
+    longest = max(sum(len(row.tokens) for row in line) for line in lines)
+    width = -(-longest // (pad_to_multiple or 1)) * (pad_to_multiple or 1)
+    tokens, targets, positions, segments = [], [], [], []
+    number = 0
+    for line in lines:
+        ids: list[int] = []
+        wanted: list[int] = []
+        places: list[int] = []
+        owners: list[int] = []
+        for row in line:
+            ids += row.tokens
+            wanted += targets_of(row)
+            places += range(len(row.tokens))
+            owners += [number] * len(row.tokens)
+            number += 1
+        empty = width - len(ids)
+        tokens.append(ids + [pad_id] * empty)
+        targets.append(wanted + [IGNORE] * empty)
+        positions.append(places + [0] * empty)
+        segments.append(owners + [-1] * empty)
+    labels = [row.label for row in rows if row.label is not None]
+    return Batch(
+        tokens_BT=torch.tensor(tokens),
+        targets_BT=torch.tensor(targets),
+        positions_BT=torch.tensor(positions),
+        segments_BT=torch.tensor(segments),
+        packed=packed,
+        rows=tuple(row.id for row in rows),
+        real_tokens=sum(len(row.tokens) for row in rows),
+        trained_tokens=sum(row.trained_tokens for row in rows),
+        labels_B=torch.tensor(labels) if len(labels) == len(rows) else None,
+    )

@@ -1,0 +1,96 @@
+"""What became of the rows: counted, never silent."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from afina.types import Row
+
+_QUANTILES = (("min", 0.0), ("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The account of one `prepare`.
+
+    Attributes:
+        source, role: what was read, for what.
+        format, why: the recognised format and the reason.
+        template: "chat" (the tokenizer's chat template), "none", or "classes".
+        stop: the token that ends a trained turn, as text; "" for classes.
+        read, kept: rows.
+        dropped: reason -> rows.
+        truncated: rows kept but cut; lost_tokens: tokens lost by cutting and by dropping long rows.
+        max_tokens: the longest row allowed; None is no limit.
+        tokens, trained_tokens: of the kept rows.
+        lengths: quantiles of the rows' tokens before any cut: min, p50, p90, p99, max.
+        duplicates: rows whose content occurred before.
+        labels: class names, in the order of their numbers.
+        notes: what else the user should know.
+        fingerprint: sha256 of the kept rows' tokens, labels and order.
+    """
+
+    source: str
+    role: str
+    format: str
+    why: str
+    template: str
+    stop: str
+    read: int
+    kept: int
+    dropped: dict[str, int]
+    truncated: int
+    lost_tokens: int
+    max_tokens: int | None
+    tokens: int
+    trained_tokens: int
+    lengths: dict[str, int]
+    duplicates: int
+    fingerprint: str
+    labels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def lines(self) -> list[str]:
+        """The report for the log, most important first."""
+        share = f" ({100 * self.trained_tokens / self.tokens:.0f} %)" if self.trained_tokens else ""
+        out = [
+            f"data ({self.role}): {self.source}",
+            f"  format   {self.format}: {self.why}",
+            f"  rows     {self.kept} of {self.read} kept"
+            + "".join(f"; {count} dropped: {why}" for why, count in self.dropped.items())
+            + (f"; {self.truncated} truncated" if self.truncated else "")
+            + (f"; {self.lost_tokens} tokens lost" if self.lost_tokens else ""),
+            f"  tokens   {self.tokens}, of which trained {self.trained_tokens}{share}",
+            "  lengths  "
+            + ", ".join(f"{name} {value}" for name, value in self.lengths.items())
+            + f" (limit {self.max_tokens or 'none'})",
+        ]
+        if self.template != "classes":
+            out.append(f"  template {self.template}; a turn ends with {self.stop}")
+        if self.labels:
+            shown = ", ".join(self.labels[:8]) + (", …" if len(self.labels) > 8 else "")
+            out.append(f"  classes  {len(self.labels)}: {shown}")
+        if self.duplicates:
+            out.append(f"  note     {self.duplicates} rows repeat the content of an earlier row")
+        return out + [f"  note     {note}" for note in self.notes]
+
+
+def quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    """Order statistics (nearest rank below) of some lengths; empty for none."""
+    ordered = sorted(lengths)
+    return {name: ordered[int(q * (len(ordered) - 1))] for name, q in _QUANTILES} if ordered else {}
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """sha256 over tokens, label flags, prompt lengths and classes, in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        head = array(
+            "q",
+            (row.id, len(row.tokens), row.prompt_tokens, -1 if row.label is None else row.label),
+        )
+        digest.update(head.tobytes() + array("q", row.tokens).tobytes() + bytes(row.trained))
+    return digest.hexdigest()

@@ -1,0 +1,47 @@
+"""The settings of data, as `data:` of a run's configuration and `--set data.KEY=VALUE` spell them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FormatName = Literal[
+    "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text_label", "text"
+]
+Role = Literal["train", "val", "eval"]
+
+
+class DataSettings(BaseModel):
+    """How a source becomes rows of tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: FormatName = Field("auto", description="what a row looks like; auto looks at every row")
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="our name -> the file's column, e.g. {prompt: question, completion: answer}",
+    )
+    subset: str | None = Field(None, description="configuration of a hub data set")
+    split: str | None = Field(
+        None, description="split of a hub data set or folder; default: train, or validation or test"
+    )
+    txt: Literal["line", "paragraph"] = Field("line", description="what one row of a .txt file is")
+    max_rows: int | None = Field(None, ge=1, description="read only the first rows of the source")
+    template: Literal["auto", "chat", "none"] = Field(
+        "auto", description="the tokenizer's chat template: if it has one, always, or never"
+    )
+    train_on: Literal["all", "last", "text"] = Field(
+        "all", description="labels: every assistant turn, the last one, or every token"
+    )
+    max_tokens: int | None = Field(
+        None, ge=2, description="longest row, in tokens; default: the model's context"
+    )
+    over_long: Literal["error", "drop", "truncate"] = Field(
+        "drop", description="what happens to a row longer than max_tokens; always reported"
+    )
+    packing: bool = Field(True, description="lay rows end to end, with no attention across them")
+    val_fraction: float = Field(
+        0.0, ge=0.0, lt=1.0, description="share of the rows held out, by a hash of their content"
+    )
+    seed: int = Field(0, description="changes which rows val_fraction holds out")
