@@ -1,22 +1,30 @@
-"""Makes one page a technique from its file and the table; mkdocs runs it as a hook.
+"""Fills the documentation from the code; mkdocs runs it as a hook.
 
-A page holds what the technique's file says of itself (sentence, formula, legend, source), its settings, how to use it,
-and what it cannot be combined with. Nothing is written to docs/: the pages exist only in the built site.
+One page a technique: what its file says of itself (sentence, formula, legend, source), its settings, how to use it, and
+what it cannot be combined with. In any page, `{{ settings: module.Class }}`, `{{ verbs }}` and `{{ exits }}` become
+tables. Nothing is written to docs/: all this exists only in the built site.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import afina.errors
+from afina.cli import INTERRUPTED, VERBS
 from afina.config.document import write
+from afina.errors import AfinaError
 from afina.table import CLASHES, ORDER, TECHNIQUES
 from afina.tree import Technique
 
@@ -37,6 +45,45 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, address(key), content=page(key)))
     files.append(File.generated(config, "techniques/index.md", content=index()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Puts tables where a page asks for them."""
+    return fill(markdown)
+
+
+def fill(markdown: str) -> str:
+    """The text with every `{{ … }}` replaced.
+
+    Raises:
+        KeyError: for a word that stands for nothing.
+    """
+    return re.sub(r"\{\{ (\w+)(?:: ([\w.]+))? \}\}", lambda found: table(*found.groups()), markdown)
+
+
+def table(word: str, argument: str | None) -> str:
+    """What one `{{ word: argument }}` stands for."""
+    if word == "settings" and argument:
+        module, _, name = argument.rpartition(".")
+        return "\n".join(settings(getattr(importlib.import_module(module), name)))
+    return "\n".join({"verbs": verbs, "exits": exits}[word]())
+
+
+def verbs() -> Iterator[str]:
+    """The rows of the table of verbs."""
+    for verb, (_, what) in VERBS.items():
+        yield f"| `afina {verb}` | {what} |"
+
+
+def exits() -> Iterator[str]:
+    """The table of exit codes, from the kinds of error."""
+    yield "| code | meaning |"
+    yield "|---|---|"
+    yield "| 0 | done |"
+    for kind in sorted(AfinaError.__subclasses__(), key=lambda kind: kind.exit_code):
+        if kind.__module__ == afina.errors.__name__:
+            yield f"| {kind.exit_code} | {(inspect.getdoc(kind) or '').splitlines()[0]} |"
+    yield f"| {INTERRUPTED} | interrupted |"
 
 
 def address(key: str) -> str:
@@ -101,7 +148,9 @@ def use(key: str, cls: type[Technique]) -> str:
     given = {name: field.default for name, field in cls.model_fields.items() if shown(field)}
     given = dict(list(given.items())[:2])
     arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    flags = " ".join(f"--set {key}.{name}={write(value)}" for name, value in given.items())
+    flags = " ".join(
+        f"--set techniques.{key}.{name}={write(value)}" for name, value in given.items()
+    )
     return "\n".join(
         [
             "```python",
@@ -122,7 +171,7 @@ def shown(field: FieldInfo) -> bool:
     return isinstance(field.default, (int, float)) and not isinstance(field.default, bool)
 
 
-def settings(cls: type[Technique]) -> Iterator[str]:
+def settings(cls: type[BaseModel]) -> Iterator[str]:
     """The table of settings."""
     yield "| setting | type | default | meaning |"
     yield "|---|---|---|---|"
@@ -134,6 +183,8 @@ def settings(cls: type[Technique]) -> Iterator[str]:
 
 def kind(annotation: Any) -> str:
     """A type in words."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return " or ".join(kind(a) for a in inner if a is not NoneType)

@@ -69,3 +69,24 @@ def test_types_are_told_in_words(generator: ModuleType) -> None:
     assert generator.kind(tuple[str, ...]) == "list of texts"
     assert generator.kind(tuple[int, ...] | str | None) == "list of integers or text"
     assert generator.kind(dict[str, float]) == "mapping from text to number"
+
+
+def test_pages_are_filled_from_the_code(generator: ModuleType) -> None:
+    exits = generator.fill("{{ exits }}").splitlines()
+    assert "| 3 | The data cannot be read, recognised or trained on. |" in exits
+    assert "| `afina train` | adapt a model to data, into a run folder |" in generator.fill(
+        "{{ verbs }}"
+    )
+    filled = generator.fill("{{ settings: afina.config.settings.GenerateSettings }}")
+    assert "| `top_p` | number | `1.0` |" in filled
+    assert "| `stop` | list of texts | `[]` |" in filled
+
+
+def test_a_word_that_stands_for_nothing_is_refused(generator: ModuleType) -> None:
+    with pytest.raises(KeyError, match="verb"):
+        generator.fill("{{ verb }}")
+
+
+@pytest.mark.parametrize("file", sorted(DOCS.rglob("*.md")), ids=lambda file: file.stem)
+def test_every_word_of_the_pages_can_be_filled(generator: ModuleType, file: Path) -> None:
+    assert "{{" not in generator.fill(file.read_text(encoding="utf-8"))
