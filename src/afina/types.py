@@ -57,6 +57,7 @@ class Batch:
         rows: ids of the rows, in order of their segment number.
         real_tokens: tokens that are not padding.
         trained_tokens: positions whose target is not IGNORE.
+        labels_B: class numbers, where every row has one.
     """
 
     tokens_BT: Tensor
@@ -67,6 +68,7 @@ class Batch:
     rows: tuple[int, ...]
     real_tokens: int
     trained_tokens: int
+    labels_B: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Context:
         positions_BT: as in `Batch`.
         gather_NL: for packed rows, the place in the line of token l of row n (padded by repeating); None when not packed.
         scatter_T: the inverse: the place of each token of the line in the flattened gather_NL.
+        valid_NL: which places of gather_NL hold a token of their own, not a repeat.
         step: number of the optimiser step, as a tensor so that a compiled graph does not change with it.
         seed: of this micro-batch's random draws.
         auxiliaries: what the pass brings back (router losses, key mass), by name.
@@ -90,6 +93,7 @@ class Context:
     positions_BT: Tensor
     gather_NL: Tensor | None = None
     scatter_T: Tensor | None = None
+    valid_NL: Tensor | None = None
     step: Tensor | None = None
     seed: int = 0
     auxiliaries: dict[str, Tensor] = field(default_factory=dict)

@@ -1,0 +1,87 @@
+"""One way through a model: a batch in, the logits of its trained positions out.
+
+Training and evaluation both go through here, so that their losses mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from afina import seams
+from afina.errors import ModelError
+from afina.ops import attention
+from afina.types import IGNORE, Batch, Context
+
+
+@contextmanager
+def packing(model: nn.Module, packed: bool) -> Iterator[None]:
+    """Inside the block the model takes packed batches; with `packed` False it is left as it is.
+
+    Raises:
+        ModelError: when this model cannot keep packed rows apart.
+    """
+    if packed and not seams.supports_rows(model):
+        raise ModelError(
+            "this model cannot keep packed rows apart",
+            got=type(model).__name__,
+            cure="set data.packing=false",
+        )
+    with attention.rows(model) if packed else nullcontext():
+        yield
+
+
+def trained_logits(
+    model: nn.Module, batch: Batch, *, step: int = 0, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Logits of the positions that are trained, and what they must predict.
+
+    A packed batch must be run inside `packing(model, True)`; others take the model's own attention and a mask.
+
+    Args:
+        model: a causal language model.
+        batch: one micro-batch on the model's device.
+        step: number of the optimiser step.
+        seed: of this micro-batch.
+
+    Returns:
+        logits (N, V) and targets (N,), row by row.
+    """
+    inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
+    if batch.packed:
+        context = Context(batch.segments_BT, batch.positions_BT, step=torch.tensor(step), seed=seed)
+        inputs["position_ids"] = batch.positions_BT
+        inputs["afina_context"] = attention.with_layout(context)
+    else:
+        inputs["attention_mask"] = (batch.segments_BT >= 0).long()
+    trained_BT = batch.targets_BT != IGNORE
+    # The head runs on the columns where some row is trained: for a packed line, on trained positions alone.
+    columns = trained_BT.any(dim=0).nonzero()[:, 0]
+    logits_BCV = model(**inputs, logits_to_keep=columns).logits
+    kept_BC = trained_BT[:, columns]
+    return logits_BCV[kept_BC], batch.targets_BT[:, columns][kept_BC]
+
+
+def token_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Minus the log-probability of each target (N,), in fp32 or wider."""
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    return F.cross_entropy(logits_NV.to(wide), targets_N, reduction="none", ignore_index=IGNORE)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on `device`."""
+    return Batch(
+        tokens_BT=batch.tokens_BT.to(device),
+        targets_BT=batch.targets_BT.to(device),
+        positions_BT=batch.positions_BT.to(device),
+        segments_BT=batch.segments_BT.to(device),
+        packed=batch.packed,
+        rows=batch.rows,
+        real_tokens=batch.real_tokens,
+        trained_tokens=batch.trained_tokens,
+    )

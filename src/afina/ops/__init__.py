@@ -1,0 +1,1 @@
+"""The mathematics that must be fast, and the slow reference that judges it."""

@@ -1,0 +1,1 @@
+"""Parameter groups, schedules and optimisers."""

@@ -1,0 +1,118 @@
+"""Any optimiser of torch.optim by name, with groups by learning rate and fp32 masters for half-precision tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afina.errors import ConfigError, nearest
+
+# They need a closure or sparse gradients, which the loop does not give.
+UNUSABLE = ("LBFGS", "SparseAdam", "Optimizer")
+
+
+class Optimiser:
+    """A torch optimiser over named tensors.
+
+    A tensor held in fp16 or bf16 trains through an fp32 master, for its own dtype would round small steps away.
+
+    Attributes:
+        names: the tensors, in the order of the optimiser's state.
+        inner: the torch optimiser.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, nn.Parameter],
+        scales: Mapping[str, float],
+        name: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.names = list(tensors)
+        self._tensors = dict(tensors)
+        self._masters = {n: _master(p) for n, p in tensors.items()}
+        groups: list[dict[str, Any]] = []
+        for scale in sorted({scales.get(n, 1.0) for n in self.names}):
+            members = [n for n in self.names if scales.get(n, 1.0) == scale]
+            groups.append({"params": [self._masters[n] for n in members], "scale": scale})
+        self.inner = _build(groups, name, options)
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the run's rate; each group takes its multiple of it."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr * group["scale"]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step on the gradients that the tensors hold."""
+        halves = [n for n in self.names if self._masters[n] is not self._tensors[n]]
+        for n in halves:
+            gradient = self._tensors[n].grad
+            self._masters[n].grad = None if gradient is None else gradient.float()
+        self.inner.step()
+        for n in halves:
+            self._tensors[n].copy_(self._masters[n])
+            self._masters[n].grad = None
+
+    def clear_gradients(self) -> None:
+        """Drops every gradient."""
+        for parameter in self._tensors.values():
+            parameter.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What must be kept to go on exactly: state by `name.key`, and the masters that are not the tensors."""
+        kept: dict[str, Tensor] = {}
+        for n in self.names:
+            master = self._masters[n]
+            if master is not self._tensors[n]:
+                kept[f"{n}.master"] = master.detach()
+            for key, value in self.inner.state.get(master, {}).items():
+                kept[f"{n}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return kept
+
+    @torch.no_grad()
+    def load_state_tensors(self, kept: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_tensors`."""
+        for n in self.names:
+            master = self._masters[n]
+            mine = {k.removeprefix(f"{n}."): v for k, v in kept.items() if k.startswith(f"{n}.")}
+            saved = mine.pop("master", None)
+            if saved is not None:
+                master.copy_(saved)
+            # A tensor's name can begin another's (`x` and `x.y`): state keys hold no dot.
+            state = {k: v.clone() for k, v in mine.items() if "." not in k}
+            if state:
+                self.inner.state[master] = state
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype in (torch.float16, torch.bfloat16):
+        return nn.Parameter(parameter.detach().float())
+    return parameter
+
+
+def _build(
+    groups: list[dict[str, Any]], name: str, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    known = {
+        n.lower(): getattr(torch.optim, n)
+        for n in dir(torch.optim)
+        if inspect.isclass(getattr(torch.optim, n)) and n not in UNUSABLE
+    }
+    chosen = known.get(name.lower())
+    if chosen is None:
+        raise ConfigError(
+            "train.optimizer: torch.optim has no such optimiser that this loop can drive",
+            got=repr(name),
+            wanted=", ".join(nearest(name.lower(), list(known)) or sorted(known)),
+        )
+    accepted = inspect.signature(chosen).parameters
+    given = {key: value for key, value in options.items() if key in accepted}
+    devices = {p.device.type for g in groups for p in g["params"]}
+    if "fused" in accepted and devices <= {"cpu", "cuda"}:
+        given["fused"] = True
+    return chosen(groups, **given)

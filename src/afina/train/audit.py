@@ -1,0 +1,55 @@
+"""After the first steps: does every trainable tensor really learn?
+
+Checkpointing, wrong hooks or a frozen path leave gradients empty without any error, and the loss may still fall a little
+through the others. An adapter's A is zero-gradient at the first step by construction (its B is zero), so it is judged at
+the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from afina.errors import RunError
+
+
+def silent_tensors(trainable: Mapping[str, nn.Parameter]) -> tuple[list[str], list[str]]:
+    """Names of the tensors whose gradient is missing, and of those whose gradient is all zero."""
+    missing = [n for n, p in trainable.items() if p.grad is None]
+    zero = [
+        n for n, p in trainable.items() if p.grad is not None and not bool(torch.any(p.grad != 0))
+    ]
+    return missing, zero
+
+
+def audit(
+    trainable: Mapping[str, nn.Parameter], step: int, silent_at_start: Collection[str]
+) -> None:
+    """Raises when a tensor that should learn got no gradient.
+
+    Args:
+        trainable: by name, with the gradients of the step.
+        step: optimiser step, counted from 0; judged at 0 and 1, later steps pass.
+        silent_at_start: names that may have a zero gradient at step 0.
+
+    Raises:
+        RunError: naming the tensors.
+    """
+    if step > 1:
+        return
+    missing, zero = silent_tensors(trainable)
+    if step == 0:
+        zero = [n for n in zero if n not in silent_at_start]
+    if not missing and not zero:
+        return
+    shown = [f"{n} (no gradient)" for n in missing] + [f"{n} (all zero)" for n in zero]
+    more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+    raise RunError(
+        f"after optimiser step {step + 1}, {len(shown)} of {len(trainable)} trainable tensors did not learn",
+        got=", ".join(shown[:5]) + more,
+        wanted="a gradient that is not zero in every trainable tensor",
+        cure="leave these modules out (lora.exclude, full.exclude), or look for a part of the model that "
+        "the loss does not reach",
+    )
