@@ -95,8 +95,7 @@ def _call(verb: str, words: Sequence[str]) -> int:
     app = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
-        # Colours and boxes for people; plain lines for files and pipes.
-        rich_markup_mode="rich" if sys.stdout.isatty() else None,
+        rich_markup_mode=None,  # rich would take [lora: {rank: 8}] for a style, and swallow it
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(lambda: None)  # so that a single verb keeps its name
