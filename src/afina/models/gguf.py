@@ -1,47 +1,66 @@
 """GGUF file -> Hugging Face folder, once: weights dequantised to fp32, tokenizer and configs put right.
 
-Transformers reads the file, and leaves four things wrong which are corrected here (seen with 5.24): the config stays
-marked as quantised, so that `save_pretrained` raises; pad is the end token; the pre-tokenizer is a plain byte-level
-one whatever the file names in `tokenizer.ggml.pre`; and the numbers keep float32's rounding of decimal constants.
+Transformers reads the file and leaves these wrong, which are corrected here (seen with 5.24): the model stays marked
+as quantised, so that `save_pretrained` raises and trainers refuse it; pad is the end token; the pre-tokenizer is that of
+GPT-2 for names it does not know; decimal constants keep float32's rounding; the tokenizer is not told the longest input.
+The chat template is kept as the file has it: the model was trained with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
-from . import tokenizer as tokenizers_
+from . import cache, header
+from .tokenizer import repair_pad, repair_pre
 
 log = logging.getLogger(__name__)
 
-RECIPE = 1
+RECIPE = 2
 """Raised whenever the conversion changes, so that folders of an older one are built anew."""
+
+
+def folder_of(file: Path) -> Path:
+    """The converted folder of `file` in the cache, made at the first call and whenever the file has changed.
+
+    Raises:
+        ModelError: the file cannot be converted.
+    """
+    file = file.resolve()
+    state = file.stat()
+    where = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    manifest = {
+        "source": str(file),
+        "size_bytes": state.st_size,
+        "mtime_ns": state.st_mtime_ns,
+        "recipe": RECIPE,
+    }
+    return cache.build(f"{file.stem}-{where}", manifest, lambda folder: convert(file, folder))
 
 
 def convert(file: Path, folder: Path) -> None:
     """Write the model and tokenizer of `file` into `folder` (which exists) as safetensors and JSON.
 
-    Raises:
-        ModelError: the file is not a readable GGUF of an architecture that transformers knows.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    The weights are stored in fp32, which holds every dequantised value exactly. A tied head stays tied.
 
-    fields = read_fields(file)
-    where: dict[str, Any] = {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    tokenizers_.repair_pre(tokenizer, fields.get("tokenizer.ggml.pre"))
-    tokenizers_.repair_pad(tokenizer)
-    model.hf_quantizer.remove_quantization_config(model)
-    for each in (model.config, model.generation_config):
-        each.pad_token_id = tokenizer.pad_token_id
-        each.bos_token_id = tokenizer.bos_token_id
-        each.eos_token_id = tokenizer.eos_token_id
+    Raises:
+        ModelError: damaged file, or an architecture that transformers cannot read from GGUF.
+    """
+    metadata = header.read(file).metadata
+    log.info("converting %s to safetensors, once", file.name)
+    model, tokenizer = _read(file, metadata)
+    repair_pre(tokenizer, metadata.get("tokenizer.ggml.pre"))
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+    repair_pad(model, tokenizer)
     if hasattr(model.config, "rms_norm_eps"):
         model.config.rms_norm_eps = decimal(model.config.rms_norm_eps)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    _unmark(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -51,8 +70,32 @@ def decimal(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def read_fields(file: Path) -> dict[str, Any]:
-    import gguf
+def _read(file: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    fields = gguf.GGUFReader(file).fields
-    return {k: f.contents() for k, f in fields.items() if len(f.data) < 1000}
+    options: dict[str, Any] = {
+        "gguf_file": file.name,
+        "local_files_only": True,
+        "trust_remote_code": False,
+    }
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    except (ValueError, KeyError, RuntimeError, OSError, NotImplementedError) as error:
+        raise ModelError(
+            f"transformers cannot read {file.name}",
+            got=f"architecture {metadata.get('general.architecture')!r}: {error}",
+            wanted="a causal language model of an architecture that it reads from GGUF",
+            cure="use the model's Hugging Face folder or hub id instead",
+        ) from error
+    return model, tokenizer
+
+
+def _unmark(model: Any) -> None:
+    """The weights are plain fp32 by now: let nobody take the model for a quantised one."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config

@@ -1,27 +1,279 @@
-"""From what the user names to a model in memory: a folder, a hub id, a GGUF file, or a demo name."""
+"""From what the user names to a model in memory: a folder, a hub id, a GGUF file, or a demo name.
+
+Weights are read from safetensors only, and code that comes with a model is never run.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from . import demo
+import torch
+
+from ..errors import ModelError, nearest
+from . import demo, gguf, remote
+from .precision import choose, parse_device
+from .tokenizer import repair_pad
+
+log = logging.getLogger(__name__)
+
+Task = Literal["causal", "encoder", "classification"]
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def resolve(source: str | Path) -> Path:
-    """The local folder of `source`."""
-    if str(source) in demo.DEMOS:
-        return demo.fetch(str(source))
-    return Path(source)
+def load(
+    source: str | Path,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    *,
+    task: Task | None = None,
+    num_labels: int | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    offline: bool | None = None,
+) -> tuple[Any, Any]:
+    """The model, in evaluation mode, and the tokenizer of `source`.
+
+    Args:
+        source: a Hugging Face folder, a .gguf file, a demo name, or a hub id.
+        dtype: of the weights; None lets the device decide (see `precision`).
+        device: None is the first CUDA device, else the CPU.
+        task: None asks the config: a causal language model, an encoder, or a classifier of whole texts.
+        num_labels: classes of a new classification head (its weights are drawn from a fixed seed).
+        revision: of a hub id: branch, tag or commit.
+        token: of the Hub.
+        offline: True downloads nothing; None follows $HF_HUB_OFFLINE.
+
+    Raises:
+        ModelError: not found, not usable, or not safe; the message says what to do.
+        ConfigError: unknown dtype.
+    """
+    place, precision = parse_device(device), choose(device, dtype)
+    folder = resolve(source, revision=revision, token=token, offline=offline)
+    config = _config(folder)
+    kind = task or task_of(config, num_labels)
+    started = time.perf_counter()
+    model = _model(folder, config, kind, precision.base, num_labels)
+    tokenizer = _tokenizer(folder)
+    repair_pad(model, tokenizer)
+    model = model.to(place)
+    seconds = time.perf_counter() - started
+    log.info("%s (%s) on %s in %.1f s; %s", source, kind, place, seconds, precision)
+    return model, tokenizer
 
 
-def load(source: str | Path, dtype: Any = None, device: Any = None) -> tuple[Any, Any]:
-    """The model and tokenizer of `source`."""
-    import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, AutoConfig
+def resolve(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    offline: bool | None = None,
+) -> Path:
+    """The local Hugging Face folder of `source`, fetched or converted if need be.
 
-    folder = resolve(source)
-    config = AutoConfig.from_pretrained(folder)
-    kind = AutoModelForCausalLM if "CausalLM" in config.architectures[0] else AutoModel
-    model = kind.from_pretrained(folder, dtype=dtype or torch.float32, use_safetensors=True)
-    return model, AutoTokenizer.from_pretrained(folder)
+    Raises:
+        ModelError: it cannot be found, or holds nothing that afina loads.
+    """
+    name, path = str(source), Path(source).expanduser()
+    of_hub = name not in demo.DEMOS and not path.exists() and not _looks_local(name)
+    if revision is not None and not of_hub:
+        raise ModelError(
+            "only a model of the Hugging Face Hub has revisions",
+            got=f"{name} at {revision}",
+            wanted="a hub id owner/name",
+            cure="leave the revision out",
+        )
+    if name in demo.DEMOS:
+        return demo.fetch(name, offline=bool(offline))
+    if path.is_file():
+        return _file(path)
+    if path.is_dir():
+        return _folder(path)
+    if not of_hub:
+        raise ModelError(
+            "no such file or folder",
+            got=name,
+            wanted="a Hugging Face folder or a .gguf file",
+            cure=f"the working directory is {Path.cwd()}: check the path",
+        )
+    _refuse_misspelt_demo(name)
+    return _folder(remote.fetch(name, revision=revision, token=token, offline=offline))
+
+
+def task_of(config: Any, num_labels: int | None = None) -> Task:
+    """What a model with `config` is for, by the architecture that wrote it.
+
+    Raises:
+        ModelError: an architecture with no causal head that is no encoder either.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    if num_labels is not None:
+        return "classification"
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        return "classification"
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        if causal and not getattr(config, "is_encoder_decoder", False):
+            return "causal"
+        raise ModelError(
+            "afina adapts causal language models and encoders",
+            got=architecture,
+            wanted="a decoder alone, or an encoder alone",
+            cure="choose a model of one of these kinds, or give task=… if it is one",
+        )
+    if architecture or type(config) in MODEL_FOR_MASKED_LM_MAPPING or not causal:
+        return "encoder"
+    return "causal"
+
+
+def _looks_local(name: str) -> bool:
+    """Whether `name` can only be meant as a path."""
+    return name.endswith(".gguf") or not remote.HUB_ID.fullmatch(name)
+
+
+def _refuse_misspelt_demo(name: str) -> None:
+    near = nearest(name.lower(), list(demo.DEMOS), most=1)
+    if near and "/" not in name:
+        raise ModelError(
+            "unknown demo model",
+            got=name,
+            wanted=" or ".join(demo.DEMOS),
+            cure=f"did you mean {near[0]}? A model of the Hugging Face Hub is named owner/name",
+        )
+
+
+def _file(path: Path) -> Path:
+    if path.suffix.lower() != ".gguf":
+        raise ModelError(
+            "afina loads a single file only when it is GGUF",
+            got=path,
+            wanted="a .gguf file, or the folder that holds config.json and *.safetensors",
+            cure=f"give the folder: {path.parent}",
+        )
+    return gguf.folder_of(path)
+
+
+def _folder(path: Path) -> Path:
+    """`path`, if a model can be loaded from it; if it only holds one GGUF file, that file's folder."""
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return gguf.folder_of(files[0])
+        raise ModelError(
+            "the folder holds no config.json",
+            got=f"{path}: {_what_is_in(path, files)}",
+            wanted="a Hugging Face model folder: config.json, *.safetensors, tokenizer files",
+            cure=_cure_of(path, files),
+        )
+    if any(path.glob("*.safetensors")):
+        return path
+    pickles = sorted(each.name for kind in PICKLES for each in path.glob(kind))
+    raise ModelError(
+        "the folder holds no safetensors weights",
+        got=f"{path}: {', '.join(pickles) or 'no weights at all'}",
+        wanted="model.safetensors, or its shards and their index",
+        cure="a pickle can run code when it is read, so afina does not: convert it in a sandbox with "
+        "transformers' save_pretrained, or find a revision with safetensors"
+        if pickles
+        else "copy or download the weights too",
+    )
+
+
+def _what_is_in(path: Path, files: list[Path]) -> str:
+    if files:
+        return f"{len(files)} GGUF files"
+    if (path / "adapter_config.json").is_file():
+        return "an adapter, not a model"
+    if (path / "adapter").is_dir():
+        return "a run, not a model"
+    return ", ".join(sorted(each.name for each in path.iterdir())[:5]) or "nothing"
+
+
+def _cure_of(path: Path, files: list[Path]) -> str:
+    if files:
+        return f"name one: {files[0]}"
+    if (path / "adapter_config.json").is_file():
+        return "load its base model, then afina.load_adapter(model, folder)"
+    if (path / "adapter").is_dir():
+        return f"`afina chat {path}` takes a run; in Python load its base, then its adapter/ folder"
+    return "check the path; a model folder holds config.json at its top"
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise ModelError(
+            "transformers cannot read the model's config.json",
+            got=f"{folder}: {error}",
+            wanted="a model type that the installed transformers has built in",
+            cure="upgrade transformers; a model that needs its own code is refused, for safety",
+        ) from error
+
+
+def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int | None) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    classes: dict[str, Any] = {
+        "causal": AutoModelForCausalLM,
+        "encoder": AutoModel,
+        "classification": AutoModelForSequenceClassification,
+    }
+    if labels is not None:
+        config.num_labels = labels
+    try:
+        # A new head's values must not depend on what was drawn before, nor change what is drawn after.
+        with torch.random.fork_rng(devices=[]), quiet():
+            torch.manual_seed(0)
+            return classes[kind].from_pretrained(
+                folder,
+                config=config,
+                dtype=base,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise ModelError(
+            f"the weights cannot be loaded as a model for {kind}",
+            got=f"{folder}: {error}",
+            wanted=f"weights that fit {(config.architectures or ['the config'])[0]}",
+            cure="check that the files are whole and belong together; task=… sets another kind",
+        ) from error
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ModelError(
+            "the model's tokenizer cannot be loaded",
+            got=f"{folder}: {error}",
+            wanted="tokenizer.json and tokenizer_config.json, or files that transformers can convert",
+            cure="copy the tokenizer files of the original model into the folder",
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars: loading from disk is short, and logs are kept in files."""
+    from transformers.utils import logging as theirs
+
+    shown = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            theirs.enable_progress_bar()

@@ -1,59 +1,100 @@
-"""Repairs to tokenizers: a pad that is no stop token, and what a GGUF file loses of the pre-tokenizer."""
+"""Repairs to tokenizers: a pad that is no stop token, and the pre-tokenizer that a GGUF file only names."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from ..errors import ModelError
 
 log = logging.getLogger(__name__)
 
-PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|end_of_text|>")
-"""Tokens whose name says that they may fill a row, best first; one that stops generation is never taken."""
+PADS = ("<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<|end_of_text|>", "<unk>")
+"""Tokens that may fill a row, best first; one that ends an answer is never taken."""
 
-NUL = ("\u0100", "<0x00>")
-"""The byte 0, which no text holds, in byte-level vocabularies and in sentencepiece's."""
+SPARE = re.compile("pad|reserved|unused", re.IGNORECASE)
+"""What the name of a special token without another use says."""
+
+CONTROL_BYTES = ("\u0114", "<0x00>")
+"""A control byte that no text holds, as byte-level (0x14) and sentencepiece vocabularies (0x00) write it.
+
+A pad becomes a special token when the tokenizer is saved: its spelling is then found in text, and it is left out of
+decoded text. So byte-level 0x00 will not do: it is spelt as the letter U+0100, which is common in Latvian; U+0114 is rare.
+"""
+
+DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Values of `tokenizer.ggml.pre` that cut numbers into single digits, then split as GPT-2 does (as llama.cpp does)."""
+
+AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe")
+"""Values of `tokenizer.ggml.pre` that split as GPT-2 does, which is what transformers gives every unknown one."""
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: Any = None) -> set[int]:
-    """Ids that end a completion: the tokenizer's end token and those of the model's generation config."""
-    eos: Any = getattr(generation, "eos_token_id", None)
-    named = eos if isinstance(eos, (list, tuple)) else [eos]
-    return {int(each) for each in [*named, tokenizer.eos_token_id] if each is not None}
+def repair_pad(model: Any, tokenizer: Any) -> None:
+    """Give `tokenizer` a pad that ends no answer, and `model` the same pad. Both in place.
 
+    With pad equal to an end token, code that masks pad by its id masks the end of every answer too, and the model never
+    learns to stop. A free token of the vocabulary is named pad; none is added, since that would resize the embeddings.
 
-def repair_pad(tokenizer: PreTrainedTokenizerBase, generation: Any = None) -> None:
-    """Give `tokenizer` a pad token that is in its vocabulary and is no stop token. In place.
-
-    With pad equal to the end token, code that masks pad by its id masks the end of every answer too, and the
-    model never learns to stop.
+    Raises:
+        ModelError: every token of the vocabulary ends an answer.
     """
-    stops = stop_ids(tokenizer, generation)
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in stops:
-        return
-    before = tokenizer.pad_token
-    vocabulary = tokenizer.get_vocab()
-    unknown = [tokenizer.unk_token] if tokenizer.unk_token else []
-    for token in (*PADS, *unknown, *NUL):
-        if token in vocabulary and vocabulary[token] not in stops:
-            tokenizer.pad_token = token
-            log.info("pad token %r is now %r", before, token)
-            return
-    spare = next((token for token, id in sorted(vocabulary.items(), key=lambda pair: -pair[1]) if id not in stops), None)
-    if spare is not None:
-        tokenizer.pad_token = spare
-        log.warning("pad token %r is now %r, for want of a better one", before, spare)
+    from .stops import stop_ids
+
+    stops = set(stop_ids(model, tokenizer))
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in stops:
+        before, after = tokenizer.pad_token, spare_token(tokenizer, stops)
+        tokenizer.pad_token = after
+        log.info("pad token: %r instead of %r, which must not be an end token", after, before)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.pad_token_id = tokenizer.pad_token_id
 
 
-def repair_pre(tokenizer: PreTrainedTokenizerBase, pre: str | None) -> None:
-    """Put back the pre-tokenizer that a GGUF file names in `tokenizer.ggml.pre`. In place."""
+def spare_token(tokenizer: Any, taken: set[int]) -> str:
+    """A token to name pad: a usual one, a special one without another use, a control byte, or else the last one.
+
+    Raises:
+        ModelError: all are in `taken`.
+    """
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    idle = [token for token in special if token not in template and token != tokenizer.bos_token]
+    spare = [token for token in idle if SPARE.search(token)]
+    last = sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)
+    for token in (*PADS, *spare, *CONTROL_BYTES, *idle, *last):
+        if token in vocabulary and vocabulary[token] not in taken:
+            return token
+    raise ModelError(
+        "no token is left to fill rows with",
+        got=f"a vocabulary of {len(vocabulary)}, all of it end tokens",
+        wanted="a pad token that ends no answer",
+        cure="add a pad token to the tokenizer and resize the model's embeddings",
+    )
+
+
+def repair_pre(tokenizer: Any, pre: str | None) -> None:
+    """Put back the pre-tokenizer that a GGUF file names in `tokenizer.ggml.pre`. In place.
+
+    Transformers knows some names; for every other one it gives a byte-level tokenizer GPT-2's splitting. That is kept,
+    with a warning unless it is right, for names that are not known here either.
+    """
     from tokenizers import pre_tokenizers
 
-    if pre == "smollm":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or pre in AS_GPT2:
+        return
+    if pre in DIGIT_BY_DIGIT:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
+        return
+    log.warning(
+        "the GGUF file's pre-tokenizer %r is not known: text is split as by GPT-2, and some of it may get other "
+        "tokens than the model was trained on; where you can, load the model's own Hugging Face folder instead",
+        pre,
+    )
