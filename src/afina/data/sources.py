@@ -18,6 +18,9 @@ from afina.errors import DataError, nearest
 
 Source = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
 
+_BESIDE_DATA = re.compile(r"(readme|licen[cs]e|sources?|notice|citation|changelog)\b", re.I)
+"""Texts about a folder's data, not of it."""
+
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SPLITS: dict[str, tuple[str, ...]] = {
     "train": ("train",),
@@ -122,7 +125,7 @@ def _folder(path: Path, settings: DataSettings, role: Role, notes: list[str]) ->
         return _saved(path, settings, role, notes)
     every = sorted(file for file in path.rglob("*") if file.is_file() and kind(file))
     structured = [file for file in every if kind(file) != ".txt"]
-    files = structured or every  # a README.txt beside data is not data
+    files = structured or [file for file in every if not _BESIDE_DATA.match(file.name)]
     wanted = (settings.split,) if settings.split else _SPLITS[role]
     for split in wanted:
         part = [file for file in files if re.match(rf"{split}(?![a-z])", file.name.lower())]
