@@ -1,9 +1,9 @@
 """GGUF file -> Hugging Face folder, once: weights dequantised to fp32, tokenizer and configs put right.
 
 Transformers reads the file and leaves these wrong, which are corrected here (seen with 5.24): the model stays marked
-as quantised, so that `save_pretrained` raises and trainers refuse it; pad is the end token; the pre-tokenizer is that of
-GPT-2 for names it does not know; decimal constants keep float32's rounding; the tokenizer is not told the longest input.
-The chat template is kept as the file has it: the model was trained with it.
+as quantised, so that `save_pretrained` raises and trainers refuse it; pad is the end token; the pre-tokenizer is that
+of GPT-2 for names it does not know; decimal constants keep float32's rounding; the longest input is not told to the
+tokenizer. The chat template is kept as the file has it: the model was trained with it.
 """
 
 from __future__ import annotations

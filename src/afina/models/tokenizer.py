@@ -20,7 +20,7 @@ CONTROL_BYTES = ("\u0114", "<0x00>")
 """A control byte that no text holds, as byte-level (0x14) and sentencepiece vocabularies (0x00) write it.
 
 A pad becomes a special token when the tokenizer is saved: its spelling is then found in text, and it is left out of
-decoded text. So byte-level 0x00 will not do: it is spelt as the letter U+0100, which is common in Latvian; U+0114 is rare.
+decoded text. So byte-level 0x00 will not do: it is spelt as the letter U+0100, which Latvian uses; U+0114 is rare.
 """
 
 DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
