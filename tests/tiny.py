@@ -75,8 +75,8 @@ def tiny_gpt2(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: A
 def follow(model: Any, successors: dict[int, int], *, default: int = 256) -> Any:
     """Rigs a tiny Llama: after token t it says `successors[t]`, whatever came before, else `default`.
 
-    The blocks are silenced, so that the final state is the last token's own embedding; embeddings are one-hot directions
-    and the head's row of a token points at the tokens it follows.
+    The blocks are silenced, so that the final state is the last token's own embedding; embeddings are one-hot
+    directions and the head's row of a token points at the tokens it follows.
     """
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
     if width < vocabulary:

@@ -1,4 +1,4 @@
-"""A row's parts, as evaluation needs them: its prompt, the answer wanted, and the row with another answer in its place."""
+"""A row's parts, as evaluation needs them: its prompt, the answer wanted, and the row with another answer."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def right_choice(row: Row, choices: Sequence[str], reference: str) -> int:
 def with_answer(row: Row, answer: str, tokenizer: Any) -> Row:
     """The row with another answer after the same prompt, trained on the answer and the end that follows it.
 
-    The end (an end-of-turn token, say) is taken from the row itself, so that an answer which begins another one does not win
-    by being shorter. White space that the row has before its answer is put before this one too.
+    The end (an end-of-turn token, say) is taken from the row itself, so that an answer which begins another one does
+    not win by being shorter. White space that the row has before its answer is put before this one too.
 
     Raises:
         DataError: the answer has no tokens.

@@ -36,8 +36,8 @@ class Scores:
     Attributes:
         n: rows.
         trained_tokens: tokens that the loss is a mean over; 0 for labelled rows.
-        values: each metric by name: `loss` (nats a trained token), `perplexity`, `exact_match`, `json_match`, `accuracy`,
-            `accuracy_per_token`, `field:NAME`; the last five are shares between 0 and 1.
+        values: each metric by name: `loss` (nats a trained token), `perplexity`, and as shares between 0 and 1
+            `exact_match`, `json_match`, `accuracy`, `accuracy_per_token`, `field:NAME`.
         errors: standard errors of those that have one.
         counts: how many rows each share is a share of.
         rows: one dictionary a row, in the order of the rows.
@@ -93,8 +93,8 @@ def evaluate(
 ) -> Scores:
     """Measures the model on every row.
 
-    The loss is the sum of all token losses over the number of trained tokens, as in training. Answers are generated from
-    each row's own prompt tokens, so the model is asked exactly what it was trained on.
+    The loss is the sum of all token losses over the number of trained tokens, as in training. Answers are generated
+    from each row's own prompt tokens, so the model is asked exactly what it was trained on.
 
     Args:
         model: a causal language model, or a classifier when the rows have labels.

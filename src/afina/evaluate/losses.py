@@ -1,25 +1,27 @@
 """Losses of rows and of whole choices, from right-padded batches in which no row sees another.
 
-Legend: B rows, T tokens, K positions whose logits are computed, V vocabulary.
+Legend: B rows, T tokens, C classes, N trained positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
+from afina.data.packing import collate
 from afina.errors import ModelError
-from afina.evaluate.scores import token_losses
+from afina.models.forward import to_device, token_losses, trained_logits
 from afina.types import Row
 
 LOGITS_AT_ONCE = 2**27
 """Most logits of one forward pass: 512 MiB in fp32. A single row may need more, and then gets it."""
+
+POSITIONS_AT_ONCE = 512
+"""Positions whose logits are made fp32 at once, since that copy can be the largest tensor of an evaluation."""
 
 Progress = Callable[[int, int], None]
 
@@ -70,8 +72,9 @@ def class_scores(
     with torch.no_grad():
         for start in range(0, len(order), size):
             numbers = order[start : start + size]
-            tokens_BT, mask_BT = _padded([rows[n] for n in numbers], device, pad or 0)
-            logits_BC = model(input_ids=tokens_BT, attention_mask=mask_BT).logits
+            batch = to_device(collate([rows[n] for n in numbers], False, pad or 0), device)
+            mask_BT = (batch.segments_BT >= 0).long()
+            logits_BC = model(input_ids=batch.tokens_BT, attention_mask=mask_BT).logits
             labels_B = torch.tensor([rows[n].label for n in numbers], device=device)
             losses = functional.cross_entropy(logits_BC.float(), labels_B, reduction="none")
             guesses = logits_BC.argmax(dim=-1)
@@ -125,28 +128,12 @@ def _predicting(row: Row) -> list[int]:
     return [t - 1 for t in range(1, len(row.tokens)) if row.trained[t]]
 
 
-def _padded(rows: Sequence[Row], device: Any, pad: int) -> tuple[Tensor, Tensor]:
-    width = max(len(row.tokens) for row in rows)
-    tokens = [list(row.tokens) + [pad] * (width - len(row.tokens)) for row in rows]
-    mask = [[1] * len(row.tokens) + [0] * (width - len(row.tokens)) for row in rows]
-    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
-
-
 def _batch_losses(model: Any, rows: Sequence[Row], device: Any) -> list[float]:
-    kept = sorted({t for row in rows for t in _predicting(row)})
-    kept_K = torch.tensor(kept, device=device)
-    tokens_BT, mask_BT = _padded(rows, device, 0)
-    inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT, "use_cache": False}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        logits_BKV = model(**inputs, logits_to_keep=kept_K).logits
-    else:
-        logits_BKV = model(**inputs).logits[:, kept_K]
-    place = {t: k for k, t in enumerate(kept)}
-    sums = []
-    for number, row in enumerate(rows):
-        at = _predicting(row)
-        places_N = torch.tensor([place[t] for t in at], device=device)
-        targets_N = torch.tensor([row.tokens[t + 1] for t in at], device=device)
-        losses_N = token_losses(logits_BKV[number, places_N], targets_N)
-        sums.append(math.fsum(losses_N.tolist()))
-    return sums
+    # The padding's id is arbitrary: it is masked, and nothing predicts it.
+    logits_NV, targets_N = trained_logits(model, to_device(collate(rows, False, 0), device))
+    slices = zip(
+        logits_NV.split(POSITIONS_AT_ONCE), targets_N.split(POSITIONS_AT_ONCE), strict=True
+    )
+    losses_N = torch.cat([token_losses(logits, targets) for logits, targets in slices])
+    parts = losses_N.cpu().split([row.trained_tokens for row in rows])
+    return [math.fsum(part.tolist()) for part in parts]

@@ -1,7 +1,4 @@
-"""What an answer or a prediction is worth: pure functions, each with its standard error where it has one.
-
-Legend: N scored positions, V vocabulary.
-"""
+"""What an answer or a prediction is worth: pure functions, each with its standard error where it has one."""
 
 from __future__ import annotations
 
@@ -10,30 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from afina.errors import DataError
-
-POSITIONS_AT_ONCE = 512
-"""Positions whose logits are made fp32 at once: the softmax's own memory is this many rows of the vocabulary."""
-
-
-def token_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Minus the log-probability of each target, in nats: shape (N), fp32 or finer.
-
-    Computed in slices, since the fp32 copy of all logits can be the largest tensor of an evaluation.
-    """
-    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-    slices = zip(
-        logits_NV.split(POSITIONS_AT_ONCE), targets_N.split(POSITIONS_AT_ONCE), strict=True
-    )
-    losses = [
-        functional.cross_entropy(logits.to(dtype), targets, reduction="none")
-        for logits, targets in slices
-    ]
-    return torch.cat(losses)
 
 
 def mean_loss(sums: Sequence[float], tokens: Sequence[int]) -> float:

@@ -1,9 +1,10 @@
 """Answers to prompts: in batches with a KV cache, or streamed one piece of text at a time.
 
-The decoding loop is Transformers' `generate`; what surrounds it here makes a row's answer independent of its batch: left
-padding with an attention mask, an end found by where the stop token was generated and never by the padding's id, and
-random draws that belong to the row (`sampling.py`). In fp32 and fp64 a batched answer is the one the prompt gets alone.
-In bf16 the rounding of a product depends on the shape of the batch, so that two nearly equal logits can change places.
+The decoding loop is Transformers' `generate`; what surrounds it here makes a row's answer independent of its batch:
+left padding with an attention mask, an end found by where the stop token was generated and never by the padding's id,
+and random draws that belong to the row (`sampling.py`). In fp32 and fp64 a batched answer is the one the prompt gets
+alone. In bf16 the rounding of a product depends on the shape of the batch, so that two nearly equal logits can change
+places.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def encode(
 
     Raises:
         ModelError: messages, and no chat template or one that refuses them.
-        DataError: a prompt without tokens.
+        DataError: a prompt without text.
     """
     if isinstance(prompt, str):
-        ids = list(tokenizer(prompt)["input_ids"])
+        ids = _begin(tokenizer) + list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     elif prompt and isinstance(prompt[0], int):
         ids = list(prompt)
     else:
@@ -72,6 +73,12 @@ def encode(
             "a prompt has no tokens", got=repr(prompt), cure="give it some text, or leave it out"
         )
     return ids
+
+
+def _begin(tokenizer: Any) -> list[int]:
+    """The begin-of-text token, where the tokenizer puts one before a text (what it puts after one is no prompt)."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos] else []
 
 
 def _encode_messages(
@@ -89,7 +96,7 @@ def _encode_messages(
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ModelError(
             "the chat template refuses these messages",
             got=f"roles {[m.get('role') for m in messages]}; it says: {error}",

@@ -1,8 +1,8 @@
 """How the next token is chosen: filters on the logits, and a draw that belongs to the row and not to its batch.
 
-Sampling is by the Gumbel-max trick: `argmax(log p + g)` with independent Gumbel noise `g` draws exactly from `p` (Gumbel
-1954; Maddison, Tarlow and Minka, "A* Sampling", 2014, section 2). Each row has its own generator, so a prompt's answer
-does not change with the prompts beside it, and the global random state is never touched.
+Sampling is by the Gumbel-max trick: `argmax(log p + g)` with independent Gumbel noise `g` draws exactly from `p`
+(Gumbel 1954; Maddison, Tarlow and Minka, "A* Sampling", 2014, section 2). Each row has its own generator, so a
+prompt's answer does not change with the prompts beside it, and the global random state is never touched.
 
 Legend: B rows, V vocabulary.
 """
@@ -52,14 +52,14 @@ def seed_of_row(seed: int, row: int) -> int:
 
 
 class Draw(LogitsProcessor):
-    """Scores whose largest entry is a draw from the filtered distribution, one independent stream a row."""
+    """Scores whose largest entry is a draw from the filtered distribution, one independent stream a row.
+
+    Args:
+        settings: temperature (above 0), top_k, top_p and seed.
+        rows: the number of each row of the batch among all prompts; it chooses the row's stream.
+    """
 
     def __init__(self, settings: GenerateSettings, rows: Sequence[int]) -> None:
-        """
-        Args:
-            settings: temperature (above 0), top_k, top_p and seed.
-            rows: the number of each row of the batch among all prompts; it chooses the row's stream.
-        """
         self.settings = settings
         self.generators = [
             torch.Generator().manual_seed(seed_of_row(settings.seed, row)) for row in rows

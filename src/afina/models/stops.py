@@ -28,7 +28,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except TemplateError:
+    except (TemplateError, TypeError, ValueError, KeyError):
         return None
     _, mark, tail = text.rpartition(_MARK)
     if not mark:
@@ -72,9 +72,17 @@ def never() -> bool:
 class Stopper(StoppingCriteria):
     """Ends each row at its first stop token or stop text, and remembers how many tokens the row then had.
 
+    Args:
+        tokenizer: decodes, when there are stop texts.
+        ids: stop tokens.
+        texts: stop texts.
+        prompt_tokens: width of the padded prompts.
+        rows: of the batch.
+        cancelled: asked after every token; true ends all rows.
+
     Attributes:
-        lengths: for each row the number of generated tokens that belong to the answer (a stop token does not, the tokens
-            of a stop text do), or None while the row goes on.
+        lengths: for each row the number of generated tokens that belong to the answer (a stop token does not, the
+            tokens of a stop text do), or None while the row goes on.
     """
 
     def __init__(
@@ -87,15 +95,6 @@ class Stopper(StoppingCriteria):
         rows: int,
         cancelled: Callable[[], bool] = never,
     ) -> None:
-        """
-        Args:
-            tokenizer: decodes, when there are stop texts.
-            ids: stop tokens.
-            texts: stop texts.
-            prompt_tokens: width of the padded prompts.
-            rows: of the batch.
-            cancelled: asked after every token; true ends all rows.
-        """
         self.tokenizer, self.ids, self.texts = tokenizer, frozenset(ids), tuple(texts)
         self.prompt_tokens, self.cancelled = prompt_tokens, cancelled
         self.lengths: list[int | None] = [None] * rows
