@@ -16,6 +16,7 @@ from afina.config import (
     Resolved,
     Settings,
     TrainSettings,
+    as_given,
     build,
     dump,
     load_config,
@@ -219,19 +220,29 @@ def test_a_list_of_techniques_replaces_the_list_before(here: Path) -> None:
 
 
 def test_default_techniques_hold_until_a_list_is_given(here: Path) -> None:
-    def keys(text: str, *sets: str) -> tuple[str, ...]:
+    def keys(text: str, *sets: str, **flags: Any) -> tuple[str, ...]:
         Path("run.yaml").write_text(text, encoding="utf-8")
         return load_config(
             techniques=TABLE,
             data_settings=Data,
             yaml_path="run.yaml",
             sets=sets,
+            flags=flags,
             default_techniques=["low"],
         ).keys
 
     assert keys(MINIMAL) == ("low",)
     assert keys(MINIMAL, "techniques.prune.keep=1") == ("low", "prune")
+    assert keys(MINIMAL, **{"techniques.prune.keep": 1}) == ("low", "prune")
+    assert keys(MINIMAL, techniques=[]) == ()
     assert keys(MINIMAL + "techniques: []\n") == ()
+
+
+def test_a_configuration_made_in_code_is_written_like_any_other(here: Path) -> None:
+    config = load(MINIMAL + "techniques: [low]\n").config
+    made = as_given(config, ["low"], "Python")
+    assert set(made.origins.values()) == {"Python"}
+    assert load(dump(made)).config == config
 
 
 def test_data_is_a_source_or_a_group(here: Path) -> None:

@@ -25,6 +25,13 @@ def test_a_run_is_its_model_and_its_adapter(tmp_path: Path) -> None:
     assert resolve_run(str(tmp_path)) == Target("m", made, tmp_path, "v2")
 
 
+def test_a_run_of_full_fine_tuning_is_its_own_model(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: m\n", encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    assert resolve_run(str(tmp_path)) == Target(str(tmp_path / "model"), None, tmp_path)
+
+
 def test_a_run_without_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: m\n", encoding="utf-8")
     with pytest.raises(RunError, match="no adapter yet"):

@@ -60,6 +60,8 @@ def _of_run(folder: Path) -> Target:
     base = settings.get("model") if isinstance(settings, dict) else None
     if not isinstance(base, str):
         raise RunError("The run's configuration names no model", got=folder / "config.yaml")
+    if (folder / "model" / "config.json").is_file():  # full fine-tuning keeps the whole model
+        return Target(str(folder / "model"), None, folder)
     adapter = folder / "adapter"
     if not (adapter / "adapter_config.json").is_file():
         raise RunError(

@@ -1,7 +1,7 @@
 """Settings, and how YAML, flags and defaults become them with the origin of every value."""
 
 from afina.config.dump import dump, schema
-from afina.config.load import Resolved, RunConfig, load_config
+from afina.config.load import Resolved, RunConfig, as_given, load_config
 from afina.config.problems import build
 from afina.config.settings import EvalSettings, GenerateSettings, Settings, TrainSettings
 
@@ -12,6 +12,7 @@ __all__ = [
     "RunConfig",
     "Settings",
     "TrainSettings",
+    "as_given",
     "build",
     "dump",
     "load_config",

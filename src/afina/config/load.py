@@ -85,11 +85,17 @@ def load_config(
     given = Given(shape)
     if yaml_path is not None:
         given.read_yaml(read_file(FilePath(yaml_path)), str(yaml_path))
-    given.read_flags(flags or {})
     if given.techniques is None:
         given.techniques = list(default_techniques)
+    given.read_flags(flags or {})
     given.read_sets(sets)
     return _resolve(given, data_settings)
+
+
+def as_given(config: RunConfig[D], keys: Sequence[str], origin: str) -> Resolved[D]:
+    """A configuration that was made in code, every value with the same origin."""
+    paths = [*(("techniques", key) for key in keys), *values_of(config, keys)]
+    return Resolved(config, tuple(keys), {".".join(path): origin for path in paths})
 
 
 def _resolve(given: Given, data_settings: type[D]) -> Resolved[D]:
@@ -109,7 +115,8 @@ def _resolve(given: Given, data_settings: type[D]) -> Resolved[D]:
     config = RunConfig(
         model, source, val, revision, data, tuple(t for t in made if t), train, eval_
     )
-    return Resolved(config, keys, _origins(config, keys, given.origins))
+    paths = [*(("techniques", key) for key in keys), *values_of(config, keys)]
+    return Resolved(config, keys, {".".join(p): given.origins.get(p, "default") for p in paths})
 
 
 def _build(kind: type[D], prefix: Path, given: Given, problems: list[AfinaError]) -> D | None:
@@ -230,10 +237,3 @@ def _add(values: dict[Path, Any], prefix: Path, group: BaseModel) -> None:
             _add(values, (*prefix, name), below)
         else:
             values[*prefix, name] = plain[name]
-
-
-def _origins(
-    config: RunConfig[D], keys: Sequence[str], given: Mapping[Path, str]
-) -> dict[str, str]:
-    paths = [*(("techniques", key) for key in keys), *values_of(config, keys)]
-    return {".".join(path): given.get(path, "default") for path in paths}
