@@ -1,1 +1,76 @@
-"""afina: adapt Transformer models with a fraction of the cost of full fine-tuning."""
+"""afina: adapt Transformer models with a fraction of the cost of full fine-tuning.
+
+Public names are imported when they are first used, so that `import afina` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from afina.adapters.files import load as load_adapter
+    from afina.config import EvalSettings, GenerateSettings, TrainSettings
+    from afina.data.settings import DataSettings
+    from afina.errors import AfinaError
+    from afina.evaluate.evaluate import evaluate
+    from afina.models.generate import generate
+    from afina.models.hub import load
+    from afina.table import apply
+    from afina.techniques.full import Full
+    from afina.techniques.lora import LoRA
+    from afina.train.options import RunOptions
+    from afina.train.run import Run, train
+    from afina.tree import Edit
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AfinaError": "afina.errors",
+    "DataSettings": "afina.data.settings",
+    "Edit": "afina.tree",
+    "EvalSettings": "afina.config",
+    "Full": "afina.techniques.full",
+    "GenerateSettings": "afina.config",
+    "LoRA": "afina.techniques.lora",
+    "Run": "afina.train.run",
+    "RunOptions": "afina.train.options",
+    "TrainSettings": "afina.config",
+    "apply": "afina.table",
+    "evaluate": "afina.evaluate:",
+    "generate": "afina.models.generate",
+    "load": "afina.models.hub",
+    "load_adapter": "afina.adapters.files:load",
+    "train": "afina.train:",
+}
+
+__all__ = [
+    "AfinaError",
+    "DataSettings",
+    "Edit",
+    "EvalSettings",
+    "Full",
+    "GenerateSettings",
+    "LoRA",
+    "Run",
+    "RunOptions",
+    "TrainSettings",
+    "apply",
+    "evaluate",
+    "generate",
+    "load",
+    "load_adapter",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'afina' has no attribute {name!r}")
+    module, whole, other = home.partition(":")
+    found = importlib.import_module(module)
+    # "room:" is the room itself, which can be called (see callable_room).
+    value = found if whole and not other else getattr(found, other or name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,168 @@
+"""`afina train`: adapt a model to data, into a run folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXAMPLES = (
+    "afina train smollm2-135m calls.jsonl -o runs/calls-001",
+    "afina train smollm2-135m calls.jsonl -o runs/calls-002 --val held_out.jsonl --steps 200 --rank 8",
+    "afina train smollm2-135m calls.jsonl -o runs/calls-003 --set train.lr=1e-3 --set data.over_long=truncate",
+    "afina train -c run.yaml -o runs/calls-004",
+    "afina train smollm2-135m calls.jsonl -o runs/full-001 --technique full --lr 5e-5",
+    "afina train --resume -o runs/calls-001",
+)
+
+Flag = typer.Option
+
+
+def command(
+    model: Annotated[
+        str | None, typer.Argument(help="folder, hub id, GGUF file or demo name")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Argument(help="jsonl, json, csv, parquet, txt, a folder, or a hub id")
+    ] = None,
+    out: Annotated[Path | None, Flag("-o", "--out", help="the run's folder")] = None,
+    config: Annotated[Path | None, Flag("-c", "--config", help="a run.yaml")] = None,
+    val: Annotated[str | None, Flag(help="validation data")] = None,
+    technique: Annotated[
+        list[str] | None, Flag(help="lora (default), full; see: afina techniques")
+    ] = None,
+    rank: Annotated[int | None, Flag(help="of LoRA")] = None,
+    steps: Annotated[int | None, Flag(help="optimiser steps")] = None,
+    epochs: Annotated[float | None, Flag(help="passes over the data (default 1)")] = None,
+    lr: Annotated[float | None, Flag(help="peak learning rate")] = None,
+    rows_per_step: Annotated[int | None, Flag(help="rows of one optimiser step")] = None,
+    seed: Annotated[int | None, Flag(help="of order, starting values and dropout")] = None,
+    sets: Annotated[
+        list[str] | None, Flag("--set", help="any setting, as train.warmup_steps=10")
+    ] = None,
+    init_from: Annotated[
+        Path | None, Flag(help="start from this adapter's weights (a folder, or a run)")
+    ] = None,
+    resume: Annotated[bool, Flag("--resume", help="go on from the last checkpoint")] = False,
+    overwrite: Annotated[bool, Flag("--overwrite", help="replace the run in the folder")] = False,
+    print_config: Annotated[
+        bool, Flag("--print-config", help="show the resolved settings and stop")
+    ] = False,
+) -> None:
+    """Adapt a model to data.
+
+    The folder that it leaves is all that chat, eval and generate need.
+    """
+    from afina.config import dump
+    from afina.errors import ConfigError
+
+    if out is None and not print_config:
+        raise ConfigError("there is no folder for the run", cure="name one: -o runs/my-run")
+    if resume and out is not None:
+        config = config or out / "config.yaml"
+    flags: dict[str, Any] = {
+        "model": model,
+        "data.source": data,
+        "val": val,
+        "techniques": technique or None,
+        "techniques.lora.rank": rank,
+        "train.steps": steps,
+        "train.epochs": epochs,
+        "train.lr": lr,
+        "train.rows_per_step": rows_per_step,
+        "train.seed": seed,
+    }
+    resolved = _resolve(config, flags, sets or [])
+    if print_config or out is None:
+        sys.stdout.write(dump(resolved))
+        return
+    _run(resolved, out, init_from=init_from, resume=resume, overwrite=overwrite)
+
+
+def _resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
+    from afina.config import load_config
+    from afina.data.settings import DataSettings
+    from afina.table import TECHNIQUES
+
+    return load_config(
+        techniques=TECHNIQUES,
+        data_settings=DataSettings,
+        yaml_path=config,
+        flags=flags,
+        sets=sets,
+        default_techniques=("lora",),
+    )
+
+
+def _run(
+    resolved: Any, out: Path, *, init_from: Path | None, resume: bool, overwrite: bool
+) -> None:
+    """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
+    from afina.models.hub import load
+    from afina.table import apply, check
+    from afina.train import folder
+    from afina.train.options import RunOptions
+    from afina.train.report import reporter
+    from afina.train.run import train
+
+    settings = resolved.config
+    check(settings.techniques)
+    folder.refuse_used(out, resume=resume, overwrite=overwrite)
+    say = reporter()
+    model, tokenizer = load(
+        settings.model,
+        dtype=settings.train.dtype,
+        device=settings.train.device,
+        revision=settings.revision,
+    )
+    # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it here.
+    edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
+    if init_from is not None:
+        _start_from(edit, init_from)
+    options = RunOptions(
+        base=settings.model,
+        data_settings=settings.data,
+        evaluate=_scorer(settings, tokenizer),
+        reporter=say,
+        config=resolved,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    run = train(
+        model,
+        tokenizer,
+        settings.source,
+        edit,
+        out,
+        val=settings.val,
+        settings=settings.train,
+        options=options,
+    )
+    score = f", validation loss {run.val_loss:.4f}" if run.val_loss is not None else ""
+    say.say(f"done: {run.steps} steps, loss {run.loss:.4f} over the last tenth{score}")
+    say.say(f"  {run.weights}   the trained weights")
+    say.say(f"  {run.folder / 'loss.png'}   the loss")
+    say.say(f"next: afina chat {run.folder}")
+
+
+def _start_from(edit: Any, source: Path) -> None:
+    from afina.adapters import files
+
+    folder = source / "adapter" if (source / "adapter").is_dir() else source
+    files.read_config(folder)
+    files.restore(edit, files.read_tensors(folder))
+
+
+def _scorer(settings: Any, tokenizer: Any) -> Any:
+    """What `train.best` needs beyond the loss."""
+    if settings.train.best == "loss":
+        return None
+    from afina.evaluate.evaluate import evaluate
+
+    def score(model: Any, rows: Any) -> dict[str, float]:
+        values = evaluate(model, tokenizer, rows, settings.eval).values
+        return {name: value for name, value in values.items() if name != "loss"}
+
+    return score

@@ -1,0 +1,46 @@
+"""How a run is embedded: what is not a setting of the training itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from afina.config import Resolved
+from afina.data.settings import DataSettings
+from afina.parallel.runtime import Mesh, OneProcess
+from afina.train.loop import Seams
+from afina.train.report import Reporter
+from afina.types import Row
+
+Scorer = Callable[[nn.Module, Sequence[Row]], Mapping[str, float]]
+"""Scores a model on validation rows; its keys go into metrics.jsonl as `val_KEY`."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run belongs and who watches it.
+
+    Attributes:
+        base: name of the base model, for the files; None takes what it was loaded from.
+        data_settings: how the data is read.
+        evaluate: scores on validation rows beyond the loss (exact_match, accuracy).
+        seams: functions of techniques that change with time.
+        mesh: the processes.
+        reporter: None is a live line in a terminal and plain lines elsewhere.
+        config: the resolved configuration, for config.yaml; None writes one from the arguments.
+        resume: go on from the folder's latest checkpoint.
+        overwrite: replace a run that is in the folder.
+    """
+
+    base: str | None = None
+    data_settings: DataSettings = field(default_factory=DataSettings)
+    evaluate: Scorer | None = None
+    seams: Seams = field(default_factory=Seams)
+    mesh: Mesh = field(default_factory=OneProcess)
+    reporter: Reporter | None = None
+    config: Resolved[Any] | None = None
+    resume: bool = False
+    overwrite: bool = False
