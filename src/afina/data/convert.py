@@ -52,7 +52,21 @@ def _string(row: RawRow, column: str, default: str | None = None) -> str:
         return default
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise _wrong(row, column, value, "text")
-    return str(value)
+    return _whole(row, column, str(value))
+
+
+def _whole(row: RawRow, where: str, text: str) -> str:
+    """The text, refused if it holds half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{row.source}: {where} holds a broken character",
+            got=f"{text[error.start]!r} after {text[: error.start][-20:]!r}",
+            wanted="whole Unicode characters",
+            cure=r"an emoji cut in two by an earlier tool? remove the lone \ud800-\udfff escape",
+        ) from error
+    return text
 
 
 def _list_of(row: RawRow, column: str) -> list[Any] | None:
@@ -84,10 +98,12 @@ def _common(row: RawRow) -> dict[str, Any]:
 
 def _content(row: RawRow, number: int, value: Any) -> str | None:
     """A message's text: as given, or its text parts joined."""
-    if value is None or isinstance(value, str):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _whole(row, f"message {number}", value)
     if isinstance(value, list | tuple) and all(_is_text(part) for part in value):
-        return "".join(part["text"] for part in value)
+        return _whole(row, f"message {number}", "".join(part["text"] for part in value))
     raise DataError(
         f"{row.source}: message {number} has content that is not text",
         got=f"{type(value).__name__} {str(value)[:80]!r}",

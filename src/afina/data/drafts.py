@@ -79,6 +79,7 @@ def _chats(
     notes += _located(sum(one.by_offset for one in masked), "offset") + _control(
         tokenizer, examples
     )
+    notes += _empty(examples)
     if "strftime_now" in str(tokenizer.chat_template):
         notes += ("the chat template writes today's date: these rows differ from day to day",)
     turns = [tuple(turn.message for turn in one.turns) for one in rendered]
@@ -137,6 +138,21 @@ def _control(tokenizer: Any, examples: Sequence[Example]) -> tuple[str, ...]:
     )
 
 
+def _empty(examples: Sequence[Example]) -> tuple[str, ...]:
+    """Answers without text teach the model to stop at once: said, since it is rarely meant."""
+    found = [
+        example.source
+        for example in examples
+        if any(
+            message["role"] == "assistant"
+            and not message["content"]
+            and "tool_calls" not in message
+            for message in example.messages[example.first_trained :]
+        )
+    ]
+    return (f"{len(found)} rows have an empty answer; first: {found[0]}",) if found else ()
+
+
 def _plain(tokenizer: Any, examples: Sequence[Example], settings: DataSettings) -> Draft:
     for example in examples:
         uses_chat(tokenizer, settings, example)  # a row of several turns among single ones
@@ -144,7 +160,7 @@ def _plain(tokenizer: Any, examples: Sequence[Example], settings: DataSettings) 
     masked = mask_plain(tokenizer, pairs, [example.source for example in examples])
     if settings.train_on == "text":
         masked = [replace(one, trained=(True,) * len(one.tokens)) for one in masked]
-    notes = _located(sum(one.by_offset for one in masked), "offset")
+    notes = _located(sum(one.by_offset for one in masked), "offset") + _empty(examples)
     turns = [(len(example.messages) - 1,) for example in examples]
     return Draft(masked, turns, "none", str(tokenizer.eos_token), notes=notes)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 Message = dict[str, Any]
@@ -34,20 +35,10 @@ class Example:
     text: str | None = None
     label: str | int | None = None
     choices: tuple[str, ...] = ()
-    _digest: list[str] = field(default_factory=list, repr=False, compare=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """sha256 of the content alone: equal for duplicates, whatever their place, id or other columns."""
-        if not self._digest:
-            content = [
-                self.messages,
-                self.first_trained,
-                self.tools,
-                self.plain,
-                self.text,
-                self.label,
-            ]
-            data = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
-            self._digest.append(hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest())
-        return self._digest[0]
+        """sha256 of the content alone: equal for duplicates, whatever their place, format or other columns."""
+        content = [self.messages, self.tools, self.text, self.label]
+        data = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+        return hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,18 @@ _SPACE = " \t\r\n"
 
 
 def text_of(path: Path) -> str:
-    """The file as text: UTF-8 with or without a byte-order mark, gunzipped when named .gz."""
+    """The file as text, gunzipped when named .gz: UTF-8 with or without a byte-order mark, or UTF-16 with one."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read", got=error) from error
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return raw.decode("utf-16")
+    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode(encoding)
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise DataError(
-            f"{path}:{line}: not UTF-8",
+            f"{path}:{line}: not {encoding.removesuffix('-sig').upper()}",
             got=f"byte 0x{raw[error.start]:02x} at offset {error.start}",
             wanted="UTF-8 text",
             cure=f"iconv -f WINDOWS-1252 -t UTF-8 {path} > fixed{path.suffix}",

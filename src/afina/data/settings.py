@@ -17,31 +17,46 @@ class DataSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: FormatName = Field("auto", description="what a row looks like; auto looks at every row")
+    format: FormatName = Field(
+        default="auto", description="what a row looks like; auto looks at every row"
+    )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="our name -> the file's column, e.g. {prompt: question, completion: answer}",
     )
-    subset: str | None = Field(None, description="configuration of a hub data set")
-    split: str | None = Field(
-        None, description="split of a hub data set or folder; default: train, or validation or test"
+    subset: str | None = Field(default=None, description="configuration of a hub data set")
+    revision: str | None = Field(
+        default=None, description="commit, tag or branch of a hub data set"
     )
-    txt: Literal["line", "paragraph"] = Field("line", description="what one row of a .txt file is")
-    max_rows: int | None = Field(None, ge=1, description="read only the first rows of the source")
+    split: str | None = Field(
+        default=None,
+        description="split of a hub data set or folder; default: train, or validation or test",
+    )
+    txt: Literal["line", "paragraph"] = Field(
+        default="line", description="what one row of a .txt file is"
+    )
+    max_rows: int | None = Field(
+        default=None, ge=1, description="read only the first rows of the source"
+    )
     template: Literal["auto", "chat", "none"] = Field(
-        "auto", description="the tokenizer's chat template: if it has one, always, or never"
+        default="auto", description="the tokenizer's chat template: if it has one, always, or never"
     )
     train_on: Literal["all", "last", "text"] = Field(
-        "all", description="labels: every assistant turn, the last one, or every token"
+        default="all", description="labels: every assistant turn, the last one, or every token"
     )
     max_tokens: int | None = Field(
-        None, ge=2, description="longest row, in tokens; default: the model's context"
+        default=None, ge=2, description="longest row, in tokens; default: the model's context"
     )
     over_long: Literal["error", "drop", "truncate"] = Field(
-        "drop", description="what happens to a row longer than max_tokens; always reported"
+        default="drop", description="what happens to a row longer than max_tokens; always reported"
     )
-    packing: bool = Field(True, description="lay rows end to end, with no attention across them")
+    packing: bool = Field(
+        default=True, description="lay rows end to end, with no attention across them"
+    )
     val_fraction: float = Field(
-        0.0, ge=0.0, lt=1.0, description="share of the rows held out, by a hash of their content"
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of the rows held out, by a hash of their content",
     )
-    seed: int = Field(0, description="changes which rows val_fraction holds out")
+    seed: int = Field(default=0, description="changes which rows val_fraction holds out")

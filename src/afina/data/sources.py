@@ -98,10 +98,24 @@ def _one(source: str | Path, settings: DataSettings, role: Role, notes: list[str
         return _folder(path, settings, role, notes)
     if path.exists():
         return _file(path, settings)
-    text = str(source)
-    if kind(path) is None and not text.startswith((".", "/", "~")) and _HUB_ID.fullmatch(text):
-        return _hub(text, settings, role, notes)
+    if _may_be_hub(str(source)):
+        return _hub(str(source), settings, role, notes)
     raise _missing(path)
+
+
+def _may_be_hub(name: str) -> bool:
+    """Whether a name that is no path here is worth asking the hub for, rather than a misspelt file."""
+    if kind(Path(name)) or not _HUB_ID.fullmatch(name) or name.startswith("."):
+        return False
+    folder, slash, _ = name.partition("/")
+    return not Path(folder).is_dir() if slash else not _near(Path(name))
+
+
+def _near(path: Path) -> list[str]:
+    """The entries of the path's folder with a name most like its own."""
+    folder = path.parent
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    return [str(folder / name) for name in nearest(path.name, names)]
 
 
 def _file(path: Path, settings: DataSettings) -> Placed:
@@ -151,9 +165,7 @@ def _folder(path: Path, settings: DataSettings, role: Role, notes: list[str]) ->
 
 
 def _missing(path: Path) -> DataError:
-    folder = path.parent
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    near = [str(folder / name) for name in nearest(path.name, names)]
+    folder, near = path.parent, _near(path)
     return DataError(
         f"{path}: no such file",
         got=f"folder {folder} {'exists' if folder.is_dir() else 'does not exist either'}",
@@ -180,18 +192,17 @@ def _hub(name: str, settings: DataSettings, role: Role, notes: list[str]) -> Pla
     import datasets
 
     try:
-        splits = datasets.get_dataset_split_names(name, settings.subset)
+        splits = datasets.get_dataset_split_names(name, settings.subset, revision=settings.revision)
         split = _pick([str(one) for one in splits], settings, role, name)
-        table = datasets.load_dataset(name, settings.subset, split=split)
+        table = datasets.load_dataset(
+            name, settings.subset, split=split, revision=settings.revision
+        )
     except (OSError, ValueError, RuntimeError) as error:
-        near = nearest(name, [entry.name for entry in Path().iterdir()])
         raise DataError(
             f"{name}: neither a file here nor a data set of the hub that could be loaded",
             got=f"{type(error).__name__}: {str(error).strip()[:300]}",
             wanted="a path, or the id of a public hub data set (owner/name)",
-            cure=f"did you mean {' or '.join(near)}?"
-            if near
-            else "check the spelling, the network, and data.subset if the set has several",
+            cure="check the spelling, the network, and data.subset if the set has several",
         ) from error
     notes.append(f"{name}: split {split} of the hub data set")
     return ((f"{name}[{split}]:{number}", dict(row)) for number, row in enumerate(table, start=1))
