@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +92,47 @@ def follow(model: Any, successors: dict[int, int], *, default: int = 256) -> Any
             head[successors.get(token, default), token] = 1.0
         model.lm_head.weight.copy_(head)
     return model
+
+
+def says(tokenizer: Any, text: str) -> Any:
+    """A model that says `text`, whose characters must differ, after a newline, and then ends the turn."""
+    ids = tokenizer("\n" + text, add_special_tokens=False)["input_ids"]
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"{text!r} says a character twice")
+    model = tiny_llama(hidden_size=320, intermediate_size=16)
+    return follow(model, dict(zip(ids, [*ids[1:], 259], strict=True)))
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
+    """A model's folder, in fp32."""
+    model.to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_run(folder: Path, base: Path, *, seed: int = 0, settings: str = "") -> Path:
+    """A finished run's folder: a LoRA of random values on the model in `base`.
+
+    `settings` are lines of YAML beside `model` and `data`.
+    """
+    import afina
+    from afina.adapters import files
+
+    model, tokenizer = afina.load(base, dtype="fp32", device="cpu")
+    edit = afina.apply(model, [afina.LoRA(rank=4, alpha=64)])
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in edit.trainable().values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    folder.mkdir(parents=True)
+    files.save(edit, folder / "adapter", base=str(base), tokenizer=tokenizer)
+    lines = (
+        f"model: {base}\ndata: {{source: train.jsonl}}\n"
+        if "data:" not in settings
+        else f"model: {base}\n"
+    )
+    (folder / "config.yaml").write_text(lines + settings, encoding="utf-8")
+    return folder
 
 
 def row(tokenizer: Any, prompt: str, answer: str, *, number: int = 0, **meta: Any) -> Row:

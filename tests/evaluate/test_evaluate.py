@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.tiny import byte_tokenizer, follow, row, tiny_gpt2, tiny_llama
+from tests.tiny import byte_tokenizer, row, says, tiny_gpt2, tiny_llama
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -18,8 +18,8 @@ from transformers import (
 
 from afina.config import EvalSettings, GenerateSettings
 from afina.errors import DataError, ModelError
-from afina.evaluate import compare, evaluate
 from afina.evaluate.answers import with_answer
+from afina.evaluate.evaluate import compare, evaluate
 from afina.evaluate.losses import row_losses
 from afina.types import Row
 
@@ -98,13 +98,6 @@ def test_a_row_without_labels_counts_for_nothing(tokenizer, rows):
     assert with_it.loss == evaluate(model, tokenizer, rows, LOSS_ONLY).loss
     assert with_it.rows[-1]["loss"] is None
     assert with_it.counts["loss"] == len(rows)
-
-
-def says(tokenizer, text):
-    """A model that says `text` after a newline, whose characters must differ, then ends the turn."""
-    ids = tokenizer("\n" + text, add_special_tokens=False)["input_ids"]
-    model = tiny_llama(hidden_size=320, intermediate_size=16)
-    return follow(model, dict(zip(ids, [*ids[1:], 259], strict=True)))
 
 
 def test_exact_match_counts_answers_equal_to_the_reference(tokenizer):
@@ -224,7 +217,7 @@ def test_a_classifier_is_scored_by_its_head(tokenizer, kind):
     got = evaluate(model, tokenizer, labelled)
     assert [entry["predicted"] for entry in got.rows] == guesses
     assert got.accuracy == sum(g == n for n, g in enumerate(guesses)) / 3
-    expected = torch.nn.functional.cross_entropy(logits, torch.arange(3))
+    expected = torch.nn.functional.cross_entropy(logits.detach(), torch.arange(3))
     assert got.loss == pytest.approx(float(expected), abs=1e-6)
     right = evaluate(model, tokenizer, classes(tokenizer, guesses))
     assert right.accuracy == 1.0
@@ -278,6 +271,19 @@ def test_two_models_are_compared_row_by_row(tokenizer, rows):
     assert compare(one, one)["loss"] == (0.0, 0.0)
     assert changes["exact_match"] == (0.0, 0.0)
     assert "perplexity" not in changes
+
+
+def test_a_file_is_read_as_rows(tokenizer, tmp_path):
+    from afina.data.settings import DataSettings
+
+    file = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"q": "hi", "completion": a}) for a in ("yes", "no")]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    data = DataSettings(columns={"prompt": "q"})
+    got = evaluate(says(tokenizer, "yes"), tokenizer, file, data=data)
+    assert got.exact_match == 0.5
+    prepared = [row(tokenizer, "hi", a, number=n) for n, a in enumerate(["yes", "no"])]
+    assert got.loss == evaluate(says(tokenizer, "yes"), tokenizer, prepared).loss
 
 
 def test_progress_and_modes(tokenizer, rows):

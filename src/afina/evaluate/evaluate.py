@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from afina.config import EvalSettings
+from afina.data.dataset import prepare
+from afina.data.settings import DataSettings
 from afina.errors import DataError
 from afina.evaluate import scores
 from afina.evaluate.answers import (
@@ -85,9 +88,10 @@ class Scores:
 def evaluate(
     model: Any,
     tokenizer: Any,
-    rows: Sequence[Row],
+    rows: Sequence[Row] | str | Path,
     settings: EvalSettings | None = None,
     *,
+    data: DataSettings | None = None,
     generate: Callable[..., list[Completion]] = answer_all,
     on_progress: Progress | None = None,
 ) -> Scores:
@@ -99,8 +103,9 @@ def evaluate(
     Args:
         model: a causal language model, or a classifier when the rows have labels.
         tokenizer: its tokenizer.
-        rows: prepared rows.
+        rows: prepared rows, or a file, folder or hub data set.
         settings: defaults when None.
+        data: how such a source is read; defaults when None.
         generate: answers prompts; has the form of `afina.models.generate.generate`.
         on_progress: see `Progress`.
 
@@ -109,6 +114,9 @@ def evaluate(
         ModelError: labelled rows and no classification head.
     """
     settings = settings or EvalSettings()
+    if isinstance(rows, str | Path):
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        rows = prepare(rows, tokenizer, data or DataSettings(), role="eval", max_tokens=limit).rows
     rows = rows[: settings.max_rows]
     if not rows:
         raise DataError("there are no rows to evaluate", cure="give a file that has some")

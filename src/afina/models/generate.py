@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -163,7 +163,7 @@ def stream(
     settings: GenerateSettings | None = None,
     *,
     tools: Any = None,
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Answers one prompt piece by piece; the pieces joined are the text `generate` would give.
 
     A character that takes several tokens comes when it is whole. Closing the iterator, or an interrupt while it waits,

@@ -1,0 +1,186 @@
+"""From what the user names to something that answers: the model, its adapter, and the tokenizer it was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from afina.cli.common import Messages, Target, resolve_run
+from afina.errors import ConfigError, DataError, ModelError
+
+Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, an adapter, or a model")]
+Dtype = Annotated[str | None, typer.Option(help="fp32, bf16, fp16; default: by device")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the best there is")]
+Revision = Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")]
+Token = Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="token of the Hub")]
+Offline = Annotated[bool, typer.Option("--offline", help="download nothing")]
+Plain = Annotated[
+    bool | None,
+    typer.Option(
+        "--plain/--chat-template",
+        help="send the text as it is, or by the chat template; default: as the run was trained",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from and how it is loaded, as the flags of a verb say."""
+
+    name: str
+    dtype: str | None = None
+    device: str | None = None
+    revision: str | None = None
+    token: str | None = None
+    offline: bool = False
+
+    def load(self, base: str, revision: str | None) -> tuple[Any, Any]:
+        """The model `base` and its tokenizer."""
+        from afina.models.hub import load
+
+        return load(
+            base,
+            dtype=self.dtype,
+            device=self.device,
+            revision=self.revision or revision,
+            token=self.token,
+            offline=self.offline or None,
+        )
+
+
+@dataclass
+class Loaded:
+    """A model that answers.
+
+    Attributes:
+        source: what was asked for.
+        target: what that means.
+        model: with the adapter on, if there is one.
+        tokenizer: the one saved with the adapter, else the model's.
+        edit: the adapter; None for a model alone.
+    """
+
+    source: Source
+    target: Target
+    model: Any
+    tokenizer: Any
+    edit: Any = None
+    _base: Any = field(default=None, repr=False)
+
+    @property
+    def chats(self) -> bool:
+        """Whether prompts go through a chat template: there is one, and the run was not trained without."""
+        trained = run_settings(self.target).get("data")
+        forbidden = isinstance(trained, dict) and trained.get("template") == "none"
+        return bool(getattr(self.tokenizer, "chat_template", None)) and not forbidden
+
+    @contextmanager
+    def base(self) -> Iterator[Any]:
+        """The model as it was before the run, inside the block; see `load_source` about `with_base`."""
+        if self.edit is not None:
+            with self.edit.disabled():
+                yield self.model
+            return
+        if self._base is None:
+            # Full fine-tuning leaves a whole model, so its base is another one.
+            settings = run_settings(self.target)
+            self._base, _ = self.source.load(settings["model"], settings.get("revision"))
+        yield self._base
+
+
+def load_source(source: Source, *, with_base: bool = False) -> Loaded:
+    """Loads what the user named.
+
+    Args:
+        source: what, and how.
+        with_base: `Loaded.base` will be used, so there must be one.
+
+    Raises:
+        ConfigError: a base is needed, and this is a model alone.
+        AfinaError: it cannot be found, or does not fit together.
+    """
+    target = resolve_run(source.name)
+    if with_base and target.adapter is None and target.run is None:
+        raise ConfigError(
+            "there is no base to compare with",
+            got=f"{source.name}, a model alone",
+            wanted="a run or an adapter",
+            cure="leave --beside-base out",
+        )
+    model, tokenizer = source.load(target.base, target.revision)
+    if target.adapter is None:
+        return Loaded(source, target, model, tokenizer)
+    from afina.adapters import files
+
+    if (target.adapter / "tokenizer_config.json").is_file():
+        tokenizer = _saved_tokenizer(target.adapter, model)
+    edit = files.load(model, target.adapter)
+    model.eval()
+    return Loaded(source, target, model, tokenizer, edit)
+
+
+def _saved_tokenizer(folder: Path, model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    from afina.models.tokenizer import repair_pad
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    repair_pad(model, tokenizer)
+    return tokenizer
+
+
+def run_settings(target: Target) -> dict[str, Any]:
+    """The settings in a run's `config.yaml`, as plain values; empty for what is no run."""
+    from afina.config.document import read_file
+
+    if target.run is None:
+        return {}
+    settings = read_file(target.run / "config.yaml").value
+    return settings if isinstance(settings, dict) else {}
+
+
+def as_prompt(messages: Messages, *, plain: bool) -> Any:
+    """What `generate` takes: the messages, or for a model without chats the text of the only one.
+
+    Raises:
+        DataError: several messages, and no way to join them.
+    """
+    if not plain:
+        return messages
+    if len(messages) != 1 or not isinstance(messages[0].get("content"), str):
+        raise DataError(
+            "without a chat template a prompt is one text",
+            got=f"messages of {', '.join(str(m.get('role')) for m in messages)}",
+            wanted="a single user message",
+            cure="put all of it into one prompt",
+        )
+    return messages[0]["content"]
+
+
+def is_plain(loaded: Loaded, asked: bool | None) -> bool:
+    """Whether prompts are sent as they are.
+
+    Args:
+        loaded: the model.
+        asked: by --plain (True) or --chat-template (False); None asks how the run was trained.
+
+    Raises:
+        ModelError: a model alone without a chat template, and nobody said --plain.
+    """
+    if asked is not None:
+        return asked
+    if loaded.chats:
+        return False
+    if loaded.target.run is None and loaded.edit is None:
+        raise ModelError(
+            "this model has no chat template: it goes on with a text, and does not answer",
+            got=loaded.source.name,
+            cure="--plain sends the text as it is",
+        )
+    return True

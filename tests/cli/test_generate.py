@@ -1,0 +1,161 @@
+"""`afina generate`: the file it writes, whole and only when it may."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
+
+import afina
+from afina import cli
+from afina.config import GenerateSettings
+
+HERE = ["--device", "cpu", "--dtype", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), tiny_llama(), byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def yes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = byte_tokenizer()
+    return save_model(tmp_path_factory.mktemp("yes"), says(tokenizer, "yes"), tokenizer)
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_prompt_gets_a_line_in_its_order(yes: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hé"}]
+    rows = [{"prompt": "a long prompt"}, {"messages": chat}, "b"]
+    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    out = tmp_path / "new" / "out.jsonl"
+    assert cli.main(["generate", str(yes), str(prompts), "-o", str(out), *HERE]) == 0
+    common = {"completion": "yes", "tokens": 3, "stop_reason": "stop"}
+    assert lines_of(out) == [
+        {"id": 0, "prompt": "a long prompt", **common},
+        {"id": 1, "prompt": chat, **common},
+        {"id": 2, "prompt": "b", **common},
+    ]
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_flags_reach_the_sampling(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("one\n\ntwo\n", encoding="utf-8")
+    flags = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.8", "--seed", "4",
+             "--max-new-tokens", "7", "--system", "be brief", "--stop", "zz"]  # fmt: skip
+    assert cli.main(["generate", str(model), str(prompts), "-o", "-", *flags, *HERE]) == 0
+    shown = capsys.readouterr()
+    got = [json.loads(line) for line in shown.out.splitlines()]
+    loaded, tokenizer = afina.load(model, dtype="fp32", device="cpu")
+    settings = GenerateSettings(
+        temperature=0.9, top_k=30, top_p=0.8, seed=4, max_new_tokens=7, system="be brief",
+        stop=("zz",),
+    )  # fmt: skip
+    asked = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    expected = afina.generate(loaded, tokenizer, asked, settings)
+    assert [row["completion"] for row in got] == [answer.text for answer in expected]
+    cut = sum(answer.stop_reason == "length" for answer in expected)
+    assert (f"{cut} reached the 7 tokens" in shown.err) == (cut > 0)
+
+
+def test_a_run_answers_with_its_adapter(model: Path, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", model)
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    answers = {}
+    for name in (model, run, run / "adapter"):
+        out = tmp_path / f"{name.name}.jsonl"
+        words = ["generate", str(name), str(prompts), "-o", str(out), "--max-new-tokens", "12"]
+        assert cli.main([*words, *HERE]) == 0
+        answers[name] = [row["completion"] for row in lines_of(out)]
+    assert answers[run] == answers[run / "adapter"]
+    assert answers[run] != answers[model]
+
+
+def test_an_output_is_never_replaced_unasked(
+    yes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "p.txt", tmp_path / "out.jsonl"
+    prompts.write_text("a\n", encoding="utf-8")
+    out.write_text("mine", encoding="utf-8")
+    words = ["generate", str(yes), str(prompts), "-o", str(out), *HERE]
+    assert cli.main(words) == 2
+    assert "--force" in capsys.readouterr().err
+    assert out.read_text(encoding="utf-8") == "mine"
+    assert cli.main([*words, "--force"]) == 0
+    assert lines_of(out)[0]["completion"] == "yes"
+    assert cli.main([*words[:4], str(tmp_path), *HERE]) == 2
+
+
+def test_an_output_that_fails_is_not_begun(model: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.txt", tmp_path / "out.jsonl"
+    prompts.write_text("x" * 300 + "\n", encoding="utf-8")  # more than the context
+    assert cli.main(["generate", str(model), str(prompts), "-o", str(out), *HERE]) == 4
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "word"),
+    [
+        (["--temperature", "-1"], 2, "temperature"),
+        (["--top-p", "0"], 2, "top_p"),
+        (["--max-new-tokens", "0"], 2, "max_new_tokens"),
+    ],
+)
+def test_settings_out_of_range_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    flags: list[str], status: int, word: str,
+) -> None:  # fmt: skip
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a\n", encoding="utf-8")
+    words = ["generate", str(model), str(prompts), "-o", str(tmp_path / "o"), *flags]
+    assert cli.main(words) == status
+    assert word in capsys.readouterr().err
+
+
+def test_a_model_without_a_template_needs_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_model(tmp_path / "m", tiny_llama(), byte_tokenizer(chat=False))
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    prompts.write_text('{"prompt": "go on"}\n', encoding="utf-8")
+    words = ["generate", str(base), str(prompts), "-o", str(out), "--max-new-tokens", "5", *HERE]
+    assert cli.main(words) == 4
+    assert "--plain" in capsys.readouterr().err
+    assert cli.main([*words, "--plain"]) == 0
+    loaded, tokenizer = afina.load(base, dtype="fp32", device="cpu")
+    expected = afina.generate(loaded, tokenizer, ["go on"], GenerateSettings(max_new_tokens=5))
+    assert lines_of(out)[0]["completion"] == expected[0].text
+    prompts.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},'
+        ' {"role": "user", "content": "c"}]}\n',
+        encoding="utf-8",
+    )
+    assert cli.main([*words, "--plain", "--force"]) == 3
+
+
+def test_a_run_trained_without_the_template_is_asked_without_it(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = "data: {source: t.jsonl, template: none}\n"
+    run = save_run(tmp_path / "run", model, settings=settings)
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("go on\n", encoding="utf-8")
+    got = {}
+    for flag in ("", "--plain", "--chat-template"):
+        out = tmp_path / f"o{flag}.jsonl"
+        words = ["generate", str(run), str(prompts), "-o", str(out), "--max-new-tokens", "9"]
+        assert cli.main([*words, *([flag] if flag else []), *HERE]) == 0
+        got[flag] = lines_of(out)[0]["completion"]
+    assert got[""] == got["--plain"]
+    assert got[""] != got["--chat-template"]
