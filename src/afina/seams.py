@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,13 +61,22 @@ class Block:
 
 @dataclass(frozen=True)
 class HeadSite:
-    """What follows the last block: its output projection (None for a bare encoder) and whether it shares the
-    embedding's weight.
+    """What follows the last block.
+
+    Attributes:
+        name, module: the output projection; None for a bare encoder.
+        tied: whether it shares the embedding's weight.
     """
 
     name: str | None
     module: nn.Module | None
     tied: bool
+
+
+def holders(model: nn.Module) -> list[str]:
+    """Names of the modules that hold parameters, themselves or further down; the model itself left out."""
+    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    return [name for name, module in named if name and any(True for _ in module.parameters())]
 
 
 def stacks(model: nn.Module) -> dict[str, nn.ModuleList]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -127,7 +127,7 @@ class Edit:
 
         def undo() -> None:
             handle.remove()
-            del module._modules[key]
+            delattr(module, key)
 
         self._undo.append(undo)
 
@@ -175,7 +175,7 @@ class Edit:
         )
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> Generator[None, None, None]:
         """The base model inside the block: children off, tensors trained in place swapped for their originals.
 
         Raises:
@@ -252,7 +252,7 @@ class _Hook:
         self.key = key
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        delta = module._modules[self.key]
+        delta = getattr(module, self.key)
         assert isinstance(delta, Delta)
         return delta(args[0], output) if delta.enabled else output
 

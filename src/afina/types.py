@@ -35,7 +35,7 @@ class Row:
     source: str = ""
     prompt_tokens: int = 0
     label: int | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def trained_tokens(self) -> int:
@@ -81,7 +81,8 @@ class Context:
     Attributes:
         segments_BT: as in `Batch`.
         positions_BT: as in `Batch`.
-        gather_NL: for packed rows, the place in the line of token l of row n (padded by repeating); None when not packed.
+        gather_NL: for packed rows, the place in the line of token l of row n, padded by repeating; None when not
+            packed.
         scatter_T: the inverse: the place of each token of the line in the flattened gather_NL.
         valid_NL: which places of gather_NL hold a token of their own, not a repeat.
         step: number of the optimiser step, as a tensor so that a compiled graph does not change with it.
@@ -96,4 +97,4 @@ class Context:
     valid_NL: Tensor | None = None
     step: Tensor | None = None
     seed: int = 0
-    auxiliaries: dict[str, Tensor] = field(default_factory=dict)
+    auxiliaries: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

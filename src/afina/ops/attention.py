@@ -7,10 +7,10 @@ that travels with the batch (`AttentionMaskInterface` must be registered too, or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ def with_layout(context: Context) -> Context:
     Returns:
         The context with gather_NL, scatter_T and valid_NL; padding forms a row of its own.
     """
-    segments_T = context.segments_BT[0].tolist()
+    segments_T = cast("list[int]", context.segments_BT[0].tolist())  # pyright: ignore[reportUnknownMemberType]
     starts = [i for i, s in enumerate(segments_T) if i == 0 or s != segments_T[i - 1]]
     lengths = [b - a for a, b in zip(starts, [*starts[1:], len(segments_T)], strict=True)]
     longest = max(lengths)
@@ -71,7 +71,8 @@ def rows_attention(
     if gather is None:
         valid = context.segments_BT >= 0
         return _attend(q_BHTD, k_BHTD, v_BHTD, valid, causal, scaling, window, softcap, dropout)
-    assert context.scatter_T is not None and context.valid_NL is not None
+    assert context.scatter_T is not None
+    assert context.valid_NL is not None
     q, k, v = (_gather(x, gather) for x in (q_BHTD, k_BHTD, v_BHTD))
     out_NHLD = _attend(q, k, v, context.valid_NL, causal, scaling, window, softcap, dropout)
     lines = out_NHLD.transpose(1, 2).reshape(-1, *out_NHLD.shape[1::2])
@@ -134,7 +135,7 @@ class _HasAttention(Protocol):
 
 
 @contextmanager
-def rows(model: nn.Module) -> Iterator[None]:
+def rows(model: nn.Module) -> Generator[None, None, None]:
     """Inside the block the model's attention goes by rows (see `rows_attention`).
 
     Raises:
@@ -142,8 +143,8 @@ def rows(model: nn.Module) -> Iterator[None]:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _interface)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionInterface.register(NAME, _interface)  # pyright: ignore[reportUnknownMemberType]
+    AttentionMaskInterface.register(NAME, _no_mask)  # pyright: ignore[reportUnknownMemberType]
     speaker: _HasAttention = model  # type: ignore[assignment]
     before = speaker.config._attn_implementation
     speaker.set_attn_implementation(NAME)

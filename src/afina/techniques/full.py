@@ -26,11 +26,13 @@ class Full(Technique):
     key: ClassVar[str] = "full"
 
     layers: tuple[int, ...] | str | None = Field(
-        None,
+        default=None,
         description="block numbers, as a list or '0-5,28,-1'; None is the whole model, embeddings and head too",
     )
-    target: tuple[str, ...] = Field((), description="patterns of modules to train; none is all")
-    exclude: tuple[str, ...] = Field((), description="patterns of modules to leave frozen")
+    target: tuple[str, ...] = Field(
+        default=(), description="patterns of modules to train; none is all"
+    )
+    exclude: tuple[str, ...] = Field(default=(), description="patterns of modules to leave frozen")
 
     @model_validator(mode="after")
     def _check(self) -> Full:
@@ -51,11 +53,9 @@ class Full(Technique):
     def tensors(self, model: nn.Module) -> list[str]:
         """Names of the base tensors that train."""
         names = [name for name, p in model.named_parameters() if p.is_floating_point()]
-        owners = sorted(
-            {n for n, m in model.named_modules() if n and any(True for _ in m.parameters())}
-        )
-        match(owners, self.target, setting="full.target")
-        match(owners, self.exclude, setting="full.exclude")
+        holders = seams.holders(model)
+        match(holders, self.target, setting="full.target")
+        match(holders, self.exclude, setting="full.exclude")
         if self.layers is not None:
             wanted = seams.chosen_layers(model, self.layers, setting="full.layers")
             inside = [f"{b.name}." for b in seams.blocks(model) if b.index in wanted]

@@ -9,7 +9,8 @@ Legend: W (out × in) frozen weight, x input, r rank, s scale.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
 The scale alpha / sqrt(r): Kalajdzievski 2023, arXiv 2312.03732. A larger learning rate for B: Hayou et al. 2024,
-"LoRA+", arXiv 2402.12354. Defaults (all linears, alpha 32, alpha / r, no dropout): Thinking Machines 2025, "LoRA Without Regret".
+"LoRA+", arXiv 2402.12354. Defaults (all linears, alpha 32, alpha / r, no dropout):
+Thinking Machines 2025, "LoRA Without Regret".
 """
 
 from __future__ import annotations
@@ -40,26 +41,32 @@ class LoRA(Technique):
 
     key: ClassVar[str] = "lora"
 
-    rank: int = Field(16, ge=1, description="inner dimension r of the change")
-    alpha: float = Field(32.0, gt=0, description="numerator of the scale s = alpha / r")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the input dropped before A")
-    rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead of alpha / r")
+    rank: int = Field(default=16, ge=1, description="inner dimension r of the change")
+    alpha: float = Field(default=32.0, gt=0, description="numerator of the scale s = alpha / r")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the input dropped before A"
+    )
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead of alpha / r")
     loraplus_ratio: float | None = Field(
-        None, gt=0, description="learning rate of B as a multiple of A's (LoRA+ suggests 16)"
+        default=None,
+        gt=0,
+        description="learning rate of B as a multiple of A's (LoRA+ suggests 16)",
     )
     target: tuple[str, ...] = Field(
-        ("all-linear",),
+        default=("all-linear",),
         min_length=1,
         description="patterns, or a preset: all-linear (all linears of the blocks), attention (q and v)",
     )
-    exclude: tuple[str, ...] = Field((), description="patterns of targets to leave alone")
+    exclude: tuple[str, ...] = Field(default=(), description="patterns of targets to leave alone")
     layers: tuple[int, ...] | str | None = Field(
-        None, description="block numbers, as a list or '0-5,28,-1'; None is all"
+        default=None, description="block numbers, as a list or '0-5,28,-1'; None is all"
     )
-    rank_pattern: dict[str, int] = Field({}, description="pattern -> rank of those modules")
-    alpha_pattern: dict[str, float] = Field({}, description="pattern -> alpha of those modules")
+    rank_pattern: dict[str, int] = Field(default={}, description="pattern -> rank of those modules")
+    alpha_pattern: dict[str, float] = Field(
+        default={}, description="pattern -> alpha of those modules"
+    )
     modules_to_save: tuple[str, ...] = Field(
-        (), description="patterns of whole modules trained beside, such as lm_head"
+        default=(), description="patterns of whole modules trained beside, such as lm_head"
     )
 
     @model_validator(mode="after")
@@ -246,8 +253,7 @@ def _targets(sites: list[seams.MapSite], pattern: str) -> list[str]:
 
 
 def _modules(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    owners = [n for n, m in model.named_modules() if n and any(True for _ in m.parameters())]
-    return match(owners, patterns, setting="lora.modules_to_save")
+    return match(seams.holders(model), patterns, setting="lora.modules_to_save")
 
 
 def _per_site(
