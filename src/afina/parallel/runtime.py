@@ -6,9 +6,11 @@ The loop asks for sums and for permission to write; it never asks how many proce
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Mesh(Protocol):
@@ -27,7 +29,7 @@ class Mesh(Protocol):
         """Sums each gradient in place over the processes that see different data."""
         ...
 
-    def share(self, rows: list[int]) -> list[int]:
+    def share(self, rows: list[T]) -> list[T]:
         """This process's part of the rows of a step."""
         ...
 
@@ -51,7 +53,7 @@ class OneProcess:
     def reduce_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Nothing to add."""
 
-    def share(self, rows: list[int]) -> list[int]:
+    def share(self, rows: list[T]) -> list[T]:
         """All rows."""
         return rows
 
