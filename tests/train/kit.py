@@ -1,0 +1,88 @@
+"""Rows and works for tests of training: ragged, tiny, in fp64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from afina.config import TrainSettings
+from afina.data.packing import collate
+from afina.models.forward import packing
+from afina.optim.optimisers import Optimiser
+from afina.parallel.runtime import OneProcess
+from afina.table import apply
+from afina.techniques.lora import LoRA
+from afina.train import micro
+from afina.train.loop import Seams, Work, backward
+from afina.tree import Edit, Technique
+from afina.types import Row
+from tests.tiny import tiny_llama
+
+
+def ragged_rows(count: int, *, seed: int = 0, untrained: Sequence[int] = ()) -> list[Row]:
+    """Rows of 3 to 14 tokens, about half of them labels; those in `untrained` have no label."""
+    rng = random.Random(seed)
+    rows: list[Row] = []
+    for number in range(count):
+        tokens = tuple(rng.randrange(256) for _ in range(rng.randrange(3, 15)))
+        start = rng.randrange(1, len(tokens))
+        trained = tuple(i >= start and number not in untrained for i in range(len(tokens)))
+        rows.append(Row(tokens, trained, number, f"rows.jsonl:{number + 1}"))
+    return rows
+
+
+def edited(technique: Technique | None = None, **changes: Any) -> Edit:
+    """A tiny fp64 Llama with LoRA whose B is not zero, so that every gradient counts."""
+    edit = apply(tiny_llama(**changes), [technique or LoRA(rank=3)], seed=5)
+    with torch.no_grad():
+        for number, (name, tensor) in enumerate(edit.trainable().items()):
+            if name.endswith(".b"):
+                draw = torch.Generator().manual_seed(number)
+                tensor.copy_(torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype) * 0.1)
+    return edit
+
+
+def work_of(
+    edit: Edit,
+    *,
+    rows_each: int | None = None,
+    packed: bool = True,
+    seams: Seams | None = None,
+    total_steps: int = 4,
+    **settings: Any,
+) -> Work:
+    """What the loop takes, for `edit`."""
+    chosen = TrainSettings(steps=total_steps, **{"lr": 1e-2, "clip": None, **settings})
+    return Work(
+        edit.model,
+        edit,
+        Optimiser(edit.trainable(), edit.lr_scales(), "adamw", {"lr": 1e-2, "weight_decay": 0.0}),
+        chosen,
+        lambda rows: micro.cut(rows, rows_each=rows_each, tokens_each=None),
+        lambda rows: collate(rows, packed, 257),
+        OneProcess(),
+        seams or Seams(),
+        total_steps,
+        0,
+    )
+
+
+def gradients(
+    edit: Edit, rows: Sequence[Row], *, make: Callable[..., Work] = work_of, **options: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one window."""
+    work = make(edit, **options)
+    with packing(edit.model, options.get("packed", True)):
+        loss, _, _ = backward(work, rows, 0)
+    found = {n: t.grad.clone() for n, t in edit.trainable().items() if t.grad is not None}
+    work.optimiser.clear_gradients()
+    return loss, found
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Over tensors of the same names."""
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).abs().max()) for n in a)

@@ -1,0 +1,320 @@
+"""A run's folder: what it holds, that it is never overwritten, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import afina
+from afina.adapters import files
+from afina.data.settings import DataSettings
+from afina.errors import ConfigError, ModelError, RunError
+from afina.table import apply
+from afina.techniques.full import Full
+from afina.techniques.lora import LoRA
+from afina.train.loop import Seams
+from afina.train.metrics import read_metrics
+from afina.train.options import RunOptions
+from afina.train.report import Silent
+from afina.train.run import Run, train
+from tests.tiny import byte_tokenizer, tiny_gpt2, tiny_llama
+from tests.train.kit import ragged_rows
+
+
+def run(out: Path, technique: Any = None, *, model: Any = None, options: Any = None, **rest: Any) -> Run:
+    """A run over ten ragged rows, four a step, unless told otherwise."""
+    model = model or tiny_llama()
+    edit = apply(model, [technique or LoRA(rank=2)], seed=1)
+    given = {"rows_per_step": 4, "micro_rows": 2, "lr": 1e-2, **rest}
+    val = given.pop("val", None)
+    data = given.pop("data", ragged_rows(10))
+    options = RunOptions(**{"reporter": Silent(), "base": "tiny", **(options or {})})
+    return train(model, byte_tokenizer(), data, edit, out, val=val, options=options, **given)
+
+
+def weights(found: Run) -> dict[str, torch.Tensor]:
+    return load_file(found.weights / "adapter_model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_the_folder_holds_all_that_later_verbs_need(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", epochs=2, save_every=2)
+    names = {p.relative_to(found.folder).as_posix() for p in found.folder.rglob("*") if p.is_file()}
+    assert {
+        "config.yaml",
+        "data.json",
+        "environment.json",
+        "metrics.jsonl",
+        "loss.png",
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+        "adapter/tokenizer.json",
+        "adapter/chat_template.jinja",
+        "checkpoints/latest",
+        "checkpoints/step-000006/state.json",
+        "checkpoints/step-000006/optimiser.safetensors",
+    } <= names
+    assert (found.folder / "checkpoints/latest").read_text() == "step-000006"
+    assert not any("tmp" in name for name in names)
+    settings = json.loads((found.weights / "adapter_config.json").read_text())
+    assert (settings["r"], settings["base_model_name_or_path"]) == (2, "tiny")
+
+
+def test_every_step_is_written_once_with_its_rows(tmp_path: Path) -> None:
+    """Ten rows, four a step: the third window of each epoch is short, and every row is seen once an epoch."""
+    lines = read_metrics(run(tmp_path / "run", epochs=2).folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [len(line["rows"]) for line in lines] == [4, 4, 2, 4, 4, 2]
+    for epoch in (lines[:3], lines[3:]):
+        assert sorted(i for line in epoch for i in line["rows"]) == list(range(10))
+    assert [line["rows"] for line in lines[:3]] != [line["rows"] for line in lines[3:]]
+
+
+@pytest.mark.parametrize("other", [{"micro_rows": 1}, {"micro_rows": 4}, {"micro_tokens": 30}])
+def test_the_micro_batch_does_not_change_what_is_learnt(
+    tmp_path: Path, other: dict[str, int]
+) -> None:
+    """Over whole epochs with their short last windows, to 1e-10 in fp64."""
+    one = weights(run(tmp_path / "a", epochs=2))
+    given = {"micro_rows": None, **other}
+    two = weights(run(tmp_path / "b", epochs=2, **given))
+    assert max(float((one[n] - two[n]).abs().max()) for n in one) < 1e-10
+
+
+def test_a_micro_batch_found_by_trial_keeps_the_step(tmp_path: Path) -> None:
+    one = run(tmp_path / "a", epochs=1)
+    two = run(tmp_path / "b", epochs=1, micro_rows="auto")
+    a, b = weights(one), weights(two)
+    assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-10
+    state = json.loads((two.folder / "checkpoints/step-000003/state.json").read_text())
+    assert state["micro_tokens"] >= max(len(row.tokens) for row in ragged_rows(10))
+
+
+def test_packing_does_not_change_what_is_learnt(tmp_path: Path) -> None:
+    one = weights(run(tmp_path / "a", epochs=1))
+    padded = {"data_settings": DataSettings(packing=False)}
+    two = weights(run(tmp_path / "b", epochs=1, options=padded))
+    assert max(float((one[n] - two[n]).abs().max()) for n in one) < 1e-10
+
+
+class Stop(Exception):
+    """The power goes."""
+
+
+def stop_after(step: int) -> Seams:
+    def stop(done: int) -> None:
+        if done == step:
+            raise Stop
+
+    return Seams(after_step=(stop,))
+
+
+@pytest.mark.parametrize("model", [tiny_llama, tiny_gpt2])
+def test_three_and_three_steps_are_six_bit_for_bit(tmp_path: Path, model: Any) -> None:
+    """With dropout (the model's own too, in GPT-2), evaluation between and the micro-batch found by trial."""
+    settings = {
+        "steps": 6,
+        "save_every": 3,
+        "eval_every": 2,
+        "micro_rows": "auto",
+        "val": ragged_rows(3, seed=9),
+    }
+    technique = LoRA(rank=2, dropout=0.3)
+    whole = run(tmp_path / "whole", technique, model=model(), **settings)
+    with pytest.raises(Stop):
+        run(
+            tmp_path / "parts",
+            technique,
+            model=model(),
+            options={"seams": stop_after(4)},
+            **settings,
+        )
+    assert len(read_metrics(tmp_path / "parts")) == 4
+    rest = run(tmp_path / "parts", technique, model=model(), options={"resume": True}, **settings)
+    assert same(weights(whole), weights(rest))
+    a, b = (load_file(x.folder / "checkpoints/step-000006/optimiser.safetensors") for x in (whole, rest))
+    assert same(a, b)
+    losses = [[line["loss"] for line in read_metrics(x.folder)] for x in (whole, rest)]
+    assert losses[0] == losses[1]
+    assert [line["step"] for line in read_metrics(rest.folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resume_that_cannot_be_exact_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "run", steps=2)
+    for changed, named in (
+        ({"lr": 5e-3}, "train.lr"),
+        ({"data": ragged_rows(11)}, "the training rows"),
+        ({"technique": LoRA(rank=2, alpha=8)}, "techniques.lora.alpha"),
+    ):
+        with pytest.raises(RunError, match=named):
+            run(tmp_path / "run", options={"resume": True}, **{"steps": 2, **changed})
+    with pytest.raises(RunError, match="no run to resume"):
+        run(tmp_path / "nothing", options={"resume": True}, steps=2)
+
+
+def test_a_used_folder_is_not_overwritten_unless_told(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", steps=1)
+    kept = weights(first)
+    with pytest.raises(RunError, match="in use"):
+        run(tmp_path / "run", steps=1, lr=1.0)
+    assert same(kept, weights(first))
+    second = run(tmp_path / "run", steps=2, options={"overwrite": True})
+    assert len(read_metrics(second.folder)) == 2
+    foreign = tmp_path / "photos"
+    foreign.mkdir()
+    (foreign / "one.png").write_bytes(b"x")
+    with pytest.raises(RunError, match="not a run"):
+        run(foreign, steps=1, options={"overwrite": True})
+    assert (foreign / "one.png").exists()
+
+
+def test_the_best_scored_weights_are_kept_and_the_run_stops_when_told(tmp_path: Path) -> None:
+    """A rate so high that the loss rises after the first evaluation."""
+    found = run(
+        tmp_path / "run",
+        steps=12,
+        lr=3.0,
+        clip=None,
+        eval_every=1,
+        early_stopping=3,
+        schedule="constant",
+        warmup_steps=0,
+        val=ragged_rows(4, seed=3),
+    )
+    lines = read_metrics(found.folder)
+    scores = [line["val_loss"] for line in lines]
+    best = scores.index(min(scores)) + 1
+    assert found.best_step == best
+    assert found.steps == best + 3 == len(lines)
+    assert found.val_loss == min(scores)
+    source = found.folder / f"checkpoints/step-{best:06d}/adapter/adapter_model.safetensors"
+    assert same(weights(found), load_file(source))
+
+
+def test_the_validation_loss_is_that_of_the_kept_weights(tmp_path: Path) -> None:
+    val = ragged_rows(4, seed=3)
+    found = run(tmp_path / "run", steps=3, val=val)
+    model = tiny_llama()
+    files.load(model, found.weights)
+    losses = []
+    for row in val:
+        logits = model(torch.tensor([row.tokens])).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(row.tokens[1:]), reduction="none"
+        )
+        losses += [x for x, kept in zip(each.tolist(), row.trained[1:], strict=True) if kept]
+    assert found.val_loss == pytest.approx(sum(losses) / len(losses), abs=1e-9)
+
+
+def test_full_fine_tuning_leaves_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = tiny_llama(dtype=torch.float32, tie_word_embeddings=True)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    found = run(tmp_path / "run", Full(layers="-1"), model=model, steps=2)
+    again = LlamaForCausalLM.from_pretrained(found.folder / "model").eval()
+    ids = torch.arange(9)[None]
+    assert torch.equal(model.eval()(ids).logits, again(ids).logits)
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n in before if n.startswith("model.layers.1.")}
+
+
+def test_full_fine_tuning_resumes_bit_for_bit(tmp_path: Path) -> None:
+    settings = {"steps": 4, "save_every": 2}
+    half = {"dtype": torch.bfloat16}
+    whole = run(tmp_path / "whole", Full(), model=tiny_llama(**half), **settings)
+    with pytest.raises(Stop):
+        run(
+            tmp_path / "parts",
+            Full(),
+            model=tiny_llama(**half),
+            options={"seams": stop_after(2)},
+            **settings,
+        )
+    rest = run(
+        tmp_path / "parts", Full(), model=tiny_llama(**half), options={"resume": True}, **settings
+    )
+    assert same(*(load_file(x.weights / "model.safetensors") for x in (whole, rest)))
+
+
+def test_the_optimiser_is_the_one_named(tmp_path: Path) -> None:
+    """One SGD step moves each tensor by -lr times its gradient."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(step: int, tensors: dict[str, Any]) -> None:
+        seen.update({n: t.grad.clone() for n, t in tensors.items()})
+
+    model = tiny_llama()
+    edit = apply(model, [LoRA(rank=2, loraplus_ratio=4.0)], seed=1)
+    before = {n: t.detach().clone() for n, t in edit.trainable().items()}
+    options = RunOptions(reporter=Silent(), seams=Seams(before_step=(look,)))
+    train(
+        model,
+        None,
+        ragged_rows(4),
+        edit,
+        tmp_path / "run",
+        options=options,
+        optimizer="SGD",
+        steps=1,
+        lr=0.1,
+        clip=None,
+        warmup_steps=0,
+    )
+    for name, tensor in edit.trainable().items():
+        rate = 0.4 if name.endswith(".b") else 0.1
+        torch.testing.assert_close(tensor.detach(), before[name] - rate * seen[name])
+
+
+def test_tokens_per_step_bounds_the_window(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", rows_per_step=None, tokens_per_step=30, micro_rows=None, epochs=1)
+    lines = read_metrics(found.folder)
+    assert all(line["tokens"] <= 30 for line in lines)
+    assert sorted(i for line in lines for i in line["rows"]) == list(range(10))
+
+
+def test_a_half_precision_base_trains_an_fp32_adapter(tmp_path: Path) -> None:
+    tame = {"initializer_range": 0.05}
+    wide = run(tmp_path / "a", model=tiny_llama(dtype=torch.float32, **tame), epochs=1)
+    half = run(tmp_path / "b", model=tiny_llama(dtype=torch.bfloat16, **tame), epochs=1)
+    assert {t.dtype for t in weights(half).values()} == {torch.float32}
+    assert half.loss == pytest.approx(wide.loss, rel=0.02)
+
+
+def test_tensorboard_events_are_written_when_asked(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", steps=1, tensorboard=True)
+    assert list((found.folder / "tensorboard").glob("events*"))
+    assert not (run(tmp_path / "other", steps=1).folder / "tensorboard").exists()
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 260}
+    bert = BertForMaskedLM(BertConfig(**sizes, intermediate_size=16))
+    with pytest.raises(ModelError, match="causal"):
+        run(tmp_path / "run", model=bert, steps=1)
+    model = tiny_llama()
+    with pytest.raises(RunError, match="nothing would train"):
+        train(model, None, ragged_rows(2), afina.Edit(model, []), tmp_path / "run", steps=1)
+    with pytest.raises(ConfigError, match="learning_rate"):
+        run(tmp_path / "run", learning_rate=1.0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_room_is_the_function() -> None:
+    """`afina.train(...)` works though `afina.train` is also a package."""
+    import afina.train.loop
+
+    model = tiny_llama()
+    assert callable(afina.train)
+    with pytest.raises(RunError, match="nothing would train"):
+        afina.train(model, None, [], afina.Edit(model, []), "never-made")
