@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
 
 import afina
 from afina import cli
@@ -18,6 +17,7 @@ from afina.cli.common import Target
 from afina.cli.loading import Loaded, Source
 from afina.config import GenerateSettings
 from afina.errors import ModelError
+from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
 
 HERE = ["--device", "cpu", "--dtype", "fp32"]
 SHORT = ["--max-new-tokens", "8"]

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
 
 import afina
 from afina import cli
 from afina.cli.eval import parse_metrics
 from afina.config import EvalSettings
 from afina.errors import ConfigError
+from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
 
 HERE = ["--device", "cpu", "--dtype", "fp32"]
 ROWS = [

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
 
 import afina
 from afina import cli
 from afina.config import GenerateSettings
+from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
 
 HERE = ["--device", "cpu", "--dtype", "fp32"]
 

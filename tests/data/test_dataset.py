@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data import kit
-from tests.data.kit import marked, tokenizer_of, turns
 from tokenizers.processors import TemplateProcessing
 
 from afina.data.dataset import Prepared, prepare
 from afina.data.settings import DataSettings
 from afina.data.split import split
 from afina.errors import DataError
+from tests.data import kit
+from tests.data.kit import marked, tokenizer_of, turns
 
 SHORT, LONG = turns("Hi", "Hello!"), turns("Hi", "one two three four five six seven eight nine ten")
 

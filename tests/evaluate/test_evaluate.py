@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.tiny import byte_tokenizer, row, says, tiny_gpt2, tiny_llama
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -22,6 +21,7 @@ from afina.evaluate.answers import with_answer
 from afina.evaluate.evaluate import compare, evaluate
 from afina.evaluate.losses import row_losses
 from afina.types import Row
+from tests.tiny import byte_tokenizer, row, says, tiny_gpt2, tiny_llama
 
 PAIRS = [("a", "xyz"), ("what is it?", "no"), ("ü", "a rather longer answer"), ("go", "1")]
 LOSS_ONLY = EvalSettings(generate=False)

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.tiny import byte_tokenizer, follow, tiny_gpt2, tiny_llama
 from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -20,6 +19,7 @@ from afina.errors import DataError, ModelError
 from afina.models.generate import encode, evaluating, generate, stream
 from afina.models.sampling import Draw, filtered, seed_of_row
 from afina.models.stops import cut, end_of_turn, held, stop_ids
+from tests.tiny import byte_tokenizer, follow, tiny_gpt2, tiny_llama
 
 PROMPTS = ["a", "the quick brown fox", "ünïcode £5", "jumps over", "b c d e f g"]
 END, PAD, TURN_END = 256, 257, 259

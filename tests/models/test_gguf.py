@@ -9,13 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.tiny import CHATML
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from afina.errors import ModelError
 from afina.models import cache, header, hub
 from afina.models.gguf import convert, decimal, folder_of
+from tests.tiny import CHATML
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = ["the cat sat on the mat in 2024 and 2025", "o pão está quente às 7h30", "x = 12 * 34"]

@@ -6,12 +6,12 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from tests.tiny import byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from afina.errors import ModelError
 from afina.models.tokenizer import CONTROL_BYTES, repair_pad, repair_pre
+from tests.tiny import byte_tokenizer
 
 
 def model(*, eos=None):
