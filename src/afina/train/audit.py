@@ -1,8 +1,8 @@
 """After the first steps: does every trainable tensor really learn?
 
-Checkpointing, wrong hooks or a frozen path leave gradients empty without any error, and the loss may still fall a little
-through the others. An adapter's A is zero-gradient at the first step by construction (its B is zero), so it is judged at
-the second.
+Checkpointing, wrong hooks or a frozen path leave gradients empty without any error, and the loss may still fall a
+little through the others. An adapter's A is zero-gradient at the first step by construction (its B is zero), so it is
+judged at the second.
 """
 
 from __future__ import annotations
