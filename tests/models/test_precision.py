@@ -69,7 +69,7 @@ def test_an_unknown_dtype_is_refused(dtype):
 
 
 def test_a_misspelt_dtype_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match="wanted: .*bfloat16"):
+    with pytest.raises(ConfigError, match=r"wanted: .*bfloat16"):
         choose("cpu", "bfloat61")
 
 

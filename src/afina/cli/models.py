@@ -17,6 +17,12 @@ EXAMPLES = (
     "afina models rm smollm2-135m",
 )
 
+
+def _examples(*lines: str) -> str:
+    # \b keeps click from joining the lines into one paragraph.
+    return "\b\nexamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -25,17 +31,11 @@ app = typer.Typer(
 )
 
 
-@app.command("list")
+@app.command("list", epilog=_examples("afina models list", "afina models list --json"))
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    r"""Show the models in the cache and the demo models that can be fetched.
-
-    \b
-    examples:
-      afina models list
-      afina models list --json
-    """
+    """Show the models in the cache and the demo models that can be fetched."""
     rows = rows_of_list()
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
@@ -49,7 +49,14 @@ def list_models(
     typer.echo(f"\ncache: {cache.root()}   fetch one: afina models get NAME")
 
 
-@app.command("get")
+@app.command(
+    "get",
+    epilog=_examples(
+        "afina models get smollm2-135m",
+        "afina models get HuggingFaceTB/SmolLM2-360M-Instruct --revision main",
+        "afina models get downloads/model.Q4_K_M.gguf",
+    ),
+)
 def get(
     source: Annotated[str, typer.Argument(help="A demo name, a hub id, a .gguf file or a folder.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
@@ -58,14 +65,7 @@ def get(
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Download nothing.")] = False,
 ) -> None:
-    r"""Fetch and convert a model, so that later runs need no network; print its folder.
-
-    \b
-    examples:
-      afina models get smollm2-135m
-      afina models get HuggingFaceTB/SmolLM2-360M-Instruct --revision main
-      afina models get downloads/model.Q4_K_M.gguf
-    """
+    """Fetch and convert a model, so that later runs need no network; print its folder."""
     from afina.models.hub import resolve
 
     # On the error stream: a script that takes the printed folder reads the other one.
@@ -75,16 +75,11 @@ def get(
     typer.echo(str(folder))
 
 
-@app.command("rm")
+@app.command("rm", epilog=_examples("afina models rm smollm2-135m"))
 def remove(
     names: Annotated[list[str], typer.Argument(help="Names as `afina models list` shows them.")],
 ) -> None:
-    r"""Delete models from the cache and say how much room that makes.
-
-    \b
-    examples:
-      afina models rm smollm2-135m
-    """
+    """Delete models from the cache and say how much room that makes."""
     from afina.models import cache
 
     for name in names:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from ..errors import ModelError, nearest
 from . import demo, gguf, remote
@@ -242,7 +243,7 @@ def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int
                 trust_remote_code=False,
                 local_files_only=True,
             )
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"the weights cannot be loaded as a model for {kind}",
             got=f"{folder}: {error}",
