@@ -17,19 +17,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jinja2 import TemplateError
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
 from afina.config import GenerateSettings
-from afina.errors import DataError, ModelError
+from afina.errors import ModelError
+from afina.models.prompts import Prompt, encode
 from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
 
 __all__ = ["Completion", "Prompt", "encode", "evaluating", "generate", "stop_ids", "stream"]
-
-Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
-"""A text to go on with, the messages of a chat, or the ids of a prompt rendered already."""
 
 
 @dataclass(frozen=True)
@@ -45,64 +42,6 @@ class Completion:
     text: str
     tokens: tuple[int, ...]
     stop_reason: Literal["stop", "length"]
-
-
-def encode(
-    tokenizer: Any, prompt: Prompt, *, system: str | None = None, tools: Any = None
-) -> list[int]:
-    """The ids that a prompt begins an answer with.
-
-    Args:
-        tokenizer: with a chat template, when the prompt is messages.
-        prompt: see `Prompt`; a text is taken as it is, without the template.
-        system: put before messages that have no system message of their own.
-        tools: descriptions of functions, handed to the template.
-
-    Raises:
-        ModelError: messages, and no chat template or one that refuses them.
-        DataError: a prompt without text.
-    """
-    if isinstance(prompt, str):
-        ids = _begin(tokenizer) + list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    elif prompt and isinstance(prompt[0], int):
-        ids = list(prompt)
-    else:
-        ids = _encode_messages(tokenizer, list(prompt), system, tools)
-    if not ids:
-        raise DataError(
-            "a prompt has no tokens", got=repr(prompt), cure="give it some text, or leave it out"
-        )
-    return ids
-
-
-def _begin(tokenizer: Any) -> list[int]:
-    """The begin-of-text token, where the tokenizer puts one before a text (what it puts after one is no prompt)."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos] else []
-
-
-def _encode_messages(
-    tokenizer: Any, messages: list[Any], system: str | None, tools: Any
-) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            "this model has no chat template, so it cannot be sent messages",
-            wanted="a tokenizer with a chat template, as instruction-tuned models have",
-            cure="give the prompt as plain text, or tune with a model that has a template",
-        )
-    if system is not None and not any(m.get("role") == "system" for m in messages):
-        messages = [{"role": "system", "content": system}, *messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
-        )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ModelError(
-            "the chat template refuses these messages",
-            got=f"roles {[m.get('role') for m in messages]}; it says: {error}",
-            cure="change the order or the roles of the messages",
-        ) from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @contextmanager
