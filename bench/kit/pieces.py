@@ -1,0 +1,92 @@
+"""Runs workers one at a time, each in a fresh process, and keeps what they leave: a rerun continues."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .jobs import write_json
+
+ROOT = Path(__file__).parents[2]
+LOCK = Path(tempfile.gettempdir()) / "afina-bench.lock"
+MODULES = {"peer": "bench.kit.peer", "afina": "bench.kit.ours", "answers": "bench.kit.answers"}
+
+
+def result_of(folder: Path) -> dict[str, Any] | None:
+    """The result in a piece's folder; None while it is not finished."""
+    path = folder / "result.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def newest(work: Path, name: str) -> Path | None:
+    """The finished piece of that name that was finished last, whatever its key."""
+    found = [path.parent for path in work.glob(f"{name}-*/result.json") if _named(path, name)]
+    return max(found, key=lambda folder: (folder / "result.json").stat().st_mtime, default=None)
+
+
+def _named(result: Path, name: str) -> bool:
+    return result.parent.name.rpartition("-")[0] == name
+
+
+def run_piece(worker: str, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """The result of a piece: read if it is there, else made by a worker of its own.
+
+    Args:
+        worker: a key of `MODULES`.
+        folder: of the piece; its `log` gets what the worker says.
+        job: what `job.json` shall hold.
+
+    Raises:
+        RuntimeError: the worker failed; the message ends with the end of its log.
+    """
+    done = result_of(folder)
+    if done is not None:
+        return done
+    write_json(folder / "job.json", job)
+    with only_one(), (folder / "log").open("a", encoding="utf-8") as log:
+        began = time.monotonic()
+        command = [sys.executable, "-m", MODULES[worker], str((folder / "job.json").resolve())]
+        status = subprocess.run(
+            command, cwd=ROOT, env=environment(job), stdout=log, stderr=subprocess.STDOUT
+        )
+    done = result_of(folder)
+    if status.returncode or done is None:
+        tail = (folder / "log").read_text("utf-8", errors="replace")[-1500:]
+        raise RuntimeError(f"{worker} ended with status {status.returncode}; its log ends:\n{tail}")
+    print(f"  {folder.name}: {time.monotonic() - began:.0f} s", flush=True)
+    return done
+
+
+def environment(job: dict[str, Any]) -> dict[str, str]:
+    """A worker's environment: the same for every tool.
+
+    Waiting threads sleep (OMP_WAIT_POLICY): on a machine with other work, spinning ones make a step many times slower.
+    """
+    return {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "OMP_NUM_THREADS": str(job["threads"]),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+@contextmanager
+def only_one() -> Iterator[None]:
+    """Waits until no other bench on this machine has a worker running; the system frees it when a process dies."""
+    with LOCK.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"  waiting for another bench ({LOCK})", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

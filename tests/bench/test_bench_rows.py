@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from afina.data.order import order
+from bench.kit.jobs import Job, read_job, write_job
+from bench.kit.ours import arranged
+from bench.kit.peer import step_order
+from bench.kit.rows import Rows, read_rows, sequence, trained_tokens, write_rows
+
+ROWS = Rows(
+    "tiny",
+    [([5, 6, number, 9], [-100, -100, number, 9]) for number in range(10, 18)],
+    [{"ids": [5, 6], "reference": "x"}],
+)
+JOB = Job("peer", "usual", {"micro": 4}, "model", "rows.json", "", seed=3, steps=2, batch=4)
+
+
+def test_a_rows_file_holds_the_numbers_and_notices_a_change(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    write_rows(file, ROWS)
+    back = read_rows(file)
+    assert back == ROWS
+    assert back.hash == ROWS.hash
+    file.write_text(file.read_text("utf-8").replace("17", "18"), "utf-8")
+    with pytest.raises(ValueError, match="delete it"):
+        read_rows(file)
+
+
+def test_the_hash_sees_ids_labels_and_references_but_not_the_name() -> None:
+    ids, labels = ROWS.train[0]
+    assert replace(ROWS, work="other").hash == ROWS.hash
+    assert replace(ROWS, train=[([*ids[:-1], 8], labels), *ROWS.train[1:]]).hash != ROWS.hash
+    assert replace(ROWS, train=[(ids, [*labels[:-1], -100]), *ROWS.train[1:]]).hash != ROWS.hash
+    assert replace(ROWS, test=[{"ids": [5, 6], "reference": "y"}]).hash != ROWS.hash
+
+
+def test_an_order_takes_every_row_once_an_epoch() -> None:
+    found = sequence(5, seed=1, wanted=12)
+    assert sorted(found[:5]) == [0, 1, 2, 3, 4] == sorted(found[5:10])
+    assert len(found) == 12
+    assert found == sequence(5, seed=1, wanted=12)
+    assert found != sequence(5, seed=2, wanted=12)
+    with pytest.raises(ValueError, match="no rows"):
+        sequence(0, seed=1, wanted=3)
+
+
+def test_the_first_token_is_no_trained_token() -> None:
+    assert trained_tokens([7, -100, 8, 9]) == 2
+
+
+def test_afina_meets_the_rows_in_the_same_order_as_the_peer() -> None:
+    laid = arranged(ROWS, JOB)
+    met = [laid[place].tokens for place in order(len(laid), JOB.seed, 0)]
+    assert met == [tuple(ROWS.train[place][0]) for place in step_order(ROWS, JOB)]
+    assert all(row.trained == (False, False, True, True) for row in laid)
+    assert all(row.prompt_tokens == 2 for row in laid)
+
+
+def test_split_steps_keep_their_rows_and_sort_them_by_length() -> None:
+    ragged = Rows(
+        "ragged", [([1] * length, [1] * length) for length in (9, 3, 7, 5, 8, 2, 6, 4)], []
+    )
+    whole = step_order(ragged, JOB)
+    split = step_order(ragged, replace(JOB, knobs={"micro": 2}))
+    for at in (0, 4):
+        lengths = [len(ragged.train[place][0]) for place in split[at : at + 4]]
+        assert lengths == sorted(lengths)
+        assert set(split[at : at + 4]) == set(whole[at : at + 4])
+    assert split != whole
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    job = replace(JOB, folder=str(tmp_path / "piece"))
+    assert read_job(write_job(job)) == job
