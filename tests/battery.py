@@ -1,0 +1,595 @@
+"""The battery: every technique through the same checks. A new technique is one line in ROWS.
+
+Each check is a function of a case; it asserts, and says nothing where the case does not claim what it judges.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from afina import seams
+from afina.adapters import files
+from afina.config import EvalSettings, RunConfig, TrainSettings, as_given, dump, load_config
+from afina.data.settings import DataSettings
+from afina.errors import TechniqueError
+from afina.ops import reference
+from afina.table import CLASHES, TECHNIQUES, apply
+from afina.techniques.full import Full
+from afina.techniques.lora import LoRA, LoRADelta
+from afina.tree import Edit, Technique
+
+VOCABULARY = 40
+IDS = torch.tensor([[1, 7, 3, 22, 9, 4], [5, 2, 31, 8, 8, 11]])
+TARGETS = torch.tensor([[7, 3, 22, 9, 4, 30], [2, 31, 8, 8, 11, 1]])
+
+# --- tiny models: two blocks, width 16, weights large enough that a wrong change shows -------------------------------
+
+
+def llama(*, tied: bool = False, **changes: Any) -> LlamaForCausalLM:
+    """Two blocks with grouped queries; the head tied to the embedding or not."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": tied,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+
+
+def llama_tied() -> LlamaForCausalLM:
+    return llama(tied=True)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Maps stored as `Conv1D`, learnt positions, a tied head."""
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends))
+
+
+def bert() -> BertForMaskedLM:
+    """Attention both ways, a tied head inside a prediction module."""
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            initializer_range=0.3,
+        )
+    )
+
+
+def mixtral() -> MixtralForCausalLM:
+    """Experts fused into tensors of three dimensions, and a router."""
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            experts_implementation="eager",  # the fused kernels have no fp64
+            num_experts_per_tok=2,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "llama_tied": llama_tied,
+    "gpt2": gpt2,
+    "bert": bert,
+    "mixtral": mixtral,
+}
+
+
+@cache
+def _first(model: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return MODELS[model]().to(dtype).eval()
+
+
+def build(model: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The tiny model of that name, the same at every call, without dropout."""
+    return copy.deepcopy(_first(model, dtype))
+
+
+@cache
+def base_logits(model: str) -> Tensor:
+    """What the unchanged model answers to IDS."""
+    return logits(build(model))
+
+
+# --- the table -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A technique on a model, and what is claimed of the two.
+
+    Attributes:
+        identity: the changed model starts as the base, bit for bit.
+        folds: `weight_delta` says the whole change.
+        peft: the layout of PEFT holds it.
+        gone: a value of the same technique that matches nothing.
+    """
+
+    model: str
+    technique: Technique
+    identity: bool = True
+    folds: bool = False
+    peft: bool = False
+    gone: Technique | None = None
+
+    @property
+    def name(self) -> str:
+        told = {k: v for k, v in self.technique if k in self.technique.model_fields_set}
+        return f"{self.technique.key}-{self.model}-" + ",".join(f"{k}={v}" for k, v in told.items())
+
+
+EVERY = tuple(MODELS)
+LOST_LORA = LoRA(target=("q_prpj",))
+LOST_FULL = Full(target=("q_prpj",))
+
+# (technique, models, what is claimed)
+ROWS: tuple[tuple[Technique, tuple[str, ...], dict[str, Any]], ...] = (
+    (LoRA(rank=4), EVERY, {"folds": True, "peft": True, "gone": LOST_LORA}),
+    (LoRA(rank=4, target=("attention",)), ("llama", "gpt2", "bert"), {"folds": True, "peft": True}),
+    (
+        LoRA(
+            rank=2,
+            alpha=3.0,
+            rslora=True,
+            rank_pattern={"q_proj": 3},
+            alpha_pattern={"layers.1.mlp.up_proj": 5.5},
+            exclude=("gate_proj",),
+        ),
+        ("llama", "llama_tied"),
+        {"folds": True, "peft": True},
+    ),
+    (
+        LoRA(rank=3, target=("all-linear", "embed_tokens")),
+        ("llama", "mixtral"),
+        {"folds": True, "peft": True},
+    ),
+    (LoRA(rank=3, target=("lm_head", "q_proj")), ("llama",), {"folds": True, "peft": True}),
+    # Where the head shares the embedding, the change beside the embedding is none of the head's: nothing to fold.
+    (LoRA(rank=3, target=("wte", "c_attn")), ("gpt2",), {"peft": True}),
+    (LoRA(rank=3, target=("word_embeddings", "query")), ("bert",), {}),
+    (LoRA(rank=4, layers="-1"), ("llama_tied", "gpt2", "bert"), {"folds": True, "peft": True}),
+    (LoRA(rank=4, modules_to_save=("lm_head",)), ("llama", "llama_tied"), {"peft": True}),
+    (LoRA(rank=4, modules_to_save=("ln_f", "wpe")), ("gpt2",), {"peft": True}),
+    (LoRA(rank=4, dropout=0.3, loraplus_ratio=16.0), ("llama",), {"folds": True, "peft": True}),
+    (Full(), EVERY, {"gone": LOST_FULL}),
+    (Full(layers="-1", exclude=("mlp",)), ("llama_tied",), {}),
+)
+
+CASES: tuple[Case, ...] = tuple(
+    Case(model, technique, **claims) for technique, models, claims in ROWS for model in models
+)
+
+
+# --- tools -----------------------------------------------------------------------------------------------------
+
+
+def logits(model: Any) -> Tensor:
+    """The model's answer to IDS."""
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def backward(model: Any) -> float:
+    """One loss over IDS and its gradients; returns the loss."""
+    model.zero_grad()
+    loss = F.cross_entropy(model(input_ids=IDS).logits.flatten(0, 1).double(), TARGETS.flatten())
+    loss.backward()
+    return loss.item()
+
+
+def train(model: Any, edit: Edit, steps: int = 2) -> None:
+    """A few plain steps, so that every trainable tensor has moved."""
+    for _ in range(steps):
+        backward(model)
+        with torch.no_grad():
+            for parameter in edit.trainable().values():
+                if parameter.grad is not None:
+                    parameter -= 0.05 * parameter.grad
+    model.zero_grad()
+
+
+def edited(case: Case, *, moved: bool = False, seed: int = 0) -> tuple[Any, Edit]:
+    """The case's model with its technique on; `moved` trains it a little."""
+    model = build(case.model)
+    edit = apply(model, [case.technique], seed=seed)
+    if moved:
+        train(model, edit)
+    return model, edit
+
+
+def picture(model: nn.Module) -> dict[str, Any]:
+    """All that undo must bring back: tensors with their identity and flag, modules, children, hooks."""
+    return {
+        "tensors": {
+            n: (id(p), p.requires_grad, p.detach().clone())
+            for n, p in model.named_parameters(remove_duplicate=False)
+        },
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "modules": {n: (id(m), tuple(m._modules)) for n, m in model.named_modules()},
+        "hooks": {
+            n: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+            for n, m in model.named_modules()
+        },
+        "training": {n: m.training for n, m in model.named_modules()},
+    }
+
+
+def same_picture(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Asserts that two pictures are equal, tensors bitwise."""
+    for part in ("modules", "hooks", "training"):
+        assert one[part] == other[part], part
+    for part in ("tensors", "buffers"):
+        assert list(one[part]) == list(other[part])
+    for name, (identity, flag, value) in one["tensors"].items():
+        assert (identity, flag) == other["tensors"][name][:2], name
+        assert torch.equal(value, other["tensors"][name][2]), name
+    for name, value in one["buffers"].items():
+        assert torch.equal(value, other["buffers"][name]), name
+
+
+def fold(model: Any, edit: Edit) -> None:
+    """Takes the edit off and leaves its change in the base's weights."""
+    changes = {n.rsplit(".", 1)[0]: d.weight_delta() for n, d in edit.deltas.items()}
+    kinds = {site.name: site.kind for site in seams.map_sites(model)}
+    trained = {n: p.detach().clone() for n, p in edit.in_place.items()}
+    edit.undo()
+    with torch.no_grad():
+        for name, value in trained.items():
+            model.get_parameter(name).copy_(value)
+        for name, change_OI in changes.items():
+            stored = change_OI.t() if kinds[name] in ("conv1d", "embedding") else change_OI
+            model.get_submodule(name).get_parameter("weight").add_(stored)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """PEFT warns of many things that these cases do on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def close(one: Tensor, other: Tensor, within: float = 1e-10) -> None:
+    """Asserts that the largest difference is at most `within` of the largest value."""
+    assert one.shape == other.shape
+    assert (one - other).abs().max() <= within * max(1.0, other.abs().max().item())
+
+
+def differs(one: Tensor, other: Tensor) -> None:
+    """Asserts that the change is one that a check could see."""
+    assert (one - other).abs().max() > 1e-3
+
+
+# --- checks ----------------------------------------------------------------------------------------------------
+
+
+def starts_as_the_base(case: Case) -> None:
+    if not case.identity:
+        return
+    for dtype in (torch.float64, torch.bfloat16):
+        model = build(case.model, dtype)
+        before = logits(model)
+        apply(model, [case.technique])
+        assert torch.equal(logits(model), before)
+
+
+def what_is_declared_trains_and_nothing_else(case: Case) -> None:
+    model, edit = edited(case)
+    trainable = edit.trainable()
+    flagged = {id(p) for p in model.parameters() if p.requires_grad}
+    assert flagged == {id(p) for p in trainable.values()}
+    backward(model)
+    held = {id(p) for p in model.parameters() if p.grad is not None}
+    assert held <= flagged
+    silent = {n for n, p in trainable.items() if p.grad is None or not p.grad.any()}
+    assert silent == set(edit.silent_at_start())
+    train(model, edit, steps=1)
+    backward(model)
+    assert all(p.grad is not None and p.grad.any() for p in trainable.values())
+
+
+def undo_restores(case: Case) -> None:
+    model = build(case.model)
+    for parameter in list(model.parameters())[::3]:
+        parameter.requires_grad_(False)
+    before, answer = picture(model), logits(model)
+    edit = apply(model, [case.technique])
+    train(model, edit)
+    differs(logits(model), answer)
+    edit.undo()
+    same_picture(picture(model), before)
+    assert torch.equal(logits(model), answer)
+    edit.undo()
+    same_picture(picture(model), before)
+
+
+def names_stay(case: Case) -> None:
+    model = build(case.model)
+    before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    order = list(model.state_dict())
+    edit = apply(model, [case.technique])
+    train(model, edit)
+    after = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    assert {n: after[n] for n in before} == before
+    assert [n for n in model.state_dict() if n in set(order)] == order
+    new = {n for n in after if n not in before}
+    assert new == {n for n in edit.trainable() if n not in edit.in_place}
+    model.tie_weights()
+    assert {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)} == after
+
+
+def model_saves_under_its_own_names(case: Case) -> None:
+    model, edit = edited(case, moved=True)
+    own = {n for n, _ in build(case.model).named_parameters()}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        again = type(model).from_pretrained(folder, dtype=torch.float64)
+    values = dict(model.named_parameters())
+    assert {n for n, _ in again.named_parameters()} == own
+    assert all(torch.equal(p, values[n]) for n, p in again.named_parameters())
+    edit.undo()
+
+
+def folds(case: Case) -> None:
+    if not case.folds:
+        return
+    model, edit = edited(case, moved=True)
+    base, changed = base_logits(case.model), logits(model)
+    fold(model, edit)
+    differs(changed, base)
+    # weight_delta is fp32 by contract, so fp64 logits agree to fp32's rounding.
+    close(logits(model), changed, 1e-5)
+
+
+def saves_and_loads(case: Case) -> None:
+    if not case.peft:
+        return
+    model, edit = edited(case, moved=True)
+    with tempfile.TemporaryDirectory() as folder:
+        files.save(edit, Path(folder) / "adapter", base="tiny")
+        other = build(case.model)
+        loaded = files.load(other, Path(folder) / "adapter")
+    differs(logits(other), base_logits(case.model))
+    assert torch.equal(logits(other), logits(model))
+    assert list(loaded.trainable()) == list(edit.trainable())
+    loaded.undo()
+    same = dict(build(case.model).named_parameters())
+    assert all(torch.equal(p, same[n]) for n, p in other.named_parameters())
+
+
+def peft_agrees(case: Case) -> None:
+    if not case.peft:
+        return
+    model, edit = edited(case, moved=True)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        files.save(edit, Path(folder) / "adapter", base="tiny")
+        peer: Any = PeftModel.from_pretrained(
+            build(case.model), str(Path(folder) / "adapter"), is_trainable=True
+        )
+    peer.eval()
+    close(logits(peer), logits(model))
+    backward(model)
+    backward(peer)
+    theirs: dict[int, Tensor] = {}
+    places = {k: id(p) for k, p in files.peft_tensors(edit).items()}
+    for name, parameter in peer.named_parameters():
+        if parameter.requires_grad:
+            key = name.replace(".default", "").replace(".modules_to_save", "")
+            # PEFT copies both ends of a tie; the one tensor here gets the sum.
+            theirs[places[key]] = theirs.get(places[key], torch.tensor(0.0)) + parameter.grad
+    assert set(theirs) == set(places.values())
+    for name, parameter in edit.trainable().items():
+        assert parameter.grad is not None, name
+        close(theirs[id(parameter)], parameter.grad, 1e-9)
+
+
+def works_on_meta(case: Case) -> None:
+    _, real = edited(case)
+    with torch.device("meta"):
+        model = MODELS[case.model]().to(torch.float64)
+    before = [n for n, _ in model.named_parameters()]
+    edit = apply(model, [case.technique])
+    assert {n: p.shape for n, p in edit.trainable().items()} == {
+        n: p.shape for n, p in real.trainable().items()
+    }
+    assert all(p.is_meta for p in edit.trainable().values())
+    assert edit.summary() == real.summary()
+    edit.undo()
+    assert [n for n, _ in model.named_parameters()] == before
+
+
+def bf16_is_near(case: Case) -> None:
+    """The technique adds no more error than the base in bf16 has without it."""
+    model, edit = edited(case, moved=True)
+    exact = logits(model)
+    half = build(case.model, torch.bfloat16)
+    own = (logits(half).double() - base_logits(case.model)).abs().max()
+    other = apply(half, [case.technique])
+    with torch.no_grad():
+        for name, parameter in other.trainable().items():
+            parameter.copy_(edit.trainable()[name])
+    error = (logits(half).double() - exact).abs().max()
+    assert error <= 3 * own + 0.02
+    assert all(
+        other.trainable()[n].dtype == torch.float32
+        for n in other.trainable()
+        if n not in other.in_place
+    )
+
+
+def settings_survive_yaml(case: Case) -> None:
+    config = RunConfig(
+        model="m",
+        source="d.jsonl",
+        val=None,
+        revision=None,
+        data=DataSettings(),
+        techniques=(case.technique,),
+        train=TrainSettings(steps=1),
+        eval=EvalSettings(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(dump(as_given(config, (case.technique.key,), "here")), encoding="utf-8")
+        read = load_config(techniques=TECHNIQUES, data_settings=DataSettings, yaml_path=file)
+    assert read.config.techniques == (case.technique,)
+
+
+def matching_nothing_is_an_error(case: Case) -> None:
+    if case.gone is None:
+        return
+    model = build(case.model)
+    before = picture(model)
+    with pytest.raises(TechniqueError) as caught:
+        apply(model, [case.gone])
+    assert "q_prpj" in str(caught.value)
+    assert "cure:" in str(caught.value)
+    if case.model != "gpt2" and case.model != "bert":
+        assert "q_proj" in str(caught.value.wanted)
+    same_picture(picture(model), before)
+
+
+def equals_the_reference(case: Case) -> None:
+    """Each changed map against the mathematics written out, values and gradients."""
+    model, edit = edited(case, moved=True)
+    maps = {site.name: site for site in seams.map_sites(model)}
+    for name, delta in edit.deltas.items():
+        site = maps[name.rsplit(".", 1)[0]]
+        assert isinstance(delta, LoRADelta)
+        torch.manual_seed(1)
+        weight = site.module.get_parameter("weight").detach()
+        weight_OI = weight.t() if site.kind in ("conv1d", "embedding") else weight
+        ids = torch.randint(0, site.in_features, (5,))
+        x = torch.randn(5, site.in_features, dtype=torch.float64)
+        if site.kind == "embedding":
+            x = F.one_hot(ids, site.in_features).double()
+        x.requires_grad_(True)
+        pairs = [(delta.a, delta.b)]
+        pairs.append(tuple(p.detach().clone().requires_grad_(True) for p in pairs[0]))  # type: ignore[arg-type]
+        bias = getattr(site.module, "bias", None)
+        fast = site.module(ids if site.kind == "embedding" else x)
+        slow = reference.low_rank_linear(x, weight_OI, *pairs[1], delta.scaling)
+        close(fast, slow if bias is None else slow + bias.detach())
+        seed = torch.randn_like(slow)
+        wanted = torch.autograd.grad(slow, (*pairs[1], x), seed)
+        inputs = pairs[0] if site.kind == "embedding" else (*pairs[0], x)
+        for got, true in zip(torch.autograd.grad(fast, inputs, seed), wanted, strict=False):
+            close(got, true)
+
+
+def a_copy_uses_its_own_children(case: Case) -> None:
+    model, edit = edited(case, moved=True)
+    before = logits(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin), before)
+    with torch.no_grad():
+        for name in edit.trainable():
+            dict(twin.named_parameters(remove_duplicate=False))[name].mul_(1.5)
+    differs(logits(twin), before)
+    assert torch.equal(logits(model), before)
+    edit.undo()
+    assert torch.equal(logits(model), base_logits(case.model))
+    differs(logits(twin), logits(model))
+
+
+def disabled_is_the_base(case: Case) -> None:
+    model, edit = edited(case, moved=True)
+    changed = logits(model)
+    with edit.disabled():
+        assert torch.equal(logits(model), base_logits(case.model))
+        with edit.disabled():
+            pass
+        assert torch.equal(logits(model), base_logits(case.model))
+    assert torch.equal(logits(model), changed)
+
+
+def seeds_fix_the_start(case: Case) -> None:
+    values = [
+        {n: p.detach().clone() for n, p in edited(case, seed=s)[1].trainable().items()}
+        for s in (0, 0, 1)
+    ]
+    assert all(torch.equal(values[0][n], values[1][n]) for n in values[0])
+    children = [n for n in values[0] if values[0][n].any() and n.endswith((".a", ".b"))]
+    assert all(not torch.equal(values[0][n], values[2][n]) for n in children)
+
+
+def clashing_pairs_are_refused(case: Case) -> None:
+    others = [pair for pair in CLASHES if case.technique.key in pair]
+    model = build(case.model)
+    before = picture(model)
+    for pair in others:
+        partner = next(key for key in pair if key != case.technique.key)
+        with pytest.raises(TechniqueError, match="cannot be combined"):
+            apply(model, [case.technique, TECHNIQUES[partner]()])
+        same_picture(picture(model), before)
+
+
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    starts_as_the_base,
+    what_is_declared_trains_and_nothing_else,
+    undo_restores,
+    names_stay,
+    model_saves_under_its_own_names,
+    folds,
+    saves_and_loads,
+    peft_agrees,
+    works_on_meta,
+    bf16_is_near,
+    settings_survive_yaml,
+    matching_nothing_is_an_error,
+    equals_the_reference,
+    a_copy_uses_its_own_children,
+    disabled_is_the_base,
+    seeds_fix_the_start,
+    clashing_pairs_are_refused,
+)
