@@ -115,6 +115,25 @@ def tokenizer_of(template: str | None, *, pad: str | None = None, bos: bool = Tr
     return tokenizer
 
 
+class _Slow(PreTrainedTokenizerFast):
+    """Says that it gives no offsets, as tokenizers written in Python."""
+
+    @property
+    def is_fast(self) -> bool:
+        return False
+
+
+def metaspace_tokenizer(*, slow: bool = False) -> Any:
+    """Whole words with a mark for the space before them, as SentencePiece's; no chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["one two Paris one two Par is ."] * 9, trainer)
+    kind = _Slow if slow else PreTrainedTokenizerFast
+    return kind(tokenizer_object=tokenizer, eos_token="</s>")
+
+
 def marked(row: Row, tokenizer: Any) -> str:
     """The row as text with its labels between « and »."""
     out, inside = "", False

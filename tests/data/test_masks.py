@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.data import kit
-from tests.data.kit import marked, tokenizer_of, turns
 
 from afina.data.dataset import prepare
 from afina.data.packing import collate
 from afina.data.settings import DataSettings
 from afina.errors import DataError
 from afina.types import IGNORE
+from tests.data import kit
+from tests.data.kit import marked, tokenizer_of, turns
 
 TWO = turns("Hi", "Hello!", "Paris?", "Bom dia")
 
@@ -185,18 +185,55 @@ def test_a_conversation_opened_by_the_assistant() -> None:
     ]
 
 
-def test_a_token_across_the_prompts_end_belongs_to_the_answer_and_is_said() -> None:
+def test_an_answer_that_merges_with_its_prompt_is_tokenised_apart_and_said() -> None:
     tokenizer = tokenizer_of(kit.CHATML)
     assert len(tokenizer("\n\n")["input_ids"]) == 1
     prepared = prepare([turns("Hi", "\n\nHello!")], tokenizer, DataSettings())
-    assert marked(prepared.rows[0], tokenizer).endswith(
-        "<|im_start|>assistant«\n\n\nHello!<|im_end|>»\n"
-    )
-    assert "1 answers begin inside a token that also ends the prompt" in "\n".join(
-        prepared.report.lines()
-    )
+    [row] = prepared.rows
+    assert marked(row, tokenizer).endswith("<|im_start|>assistant\n«\n\nHello!<|im_end|>»\n")
+    prompt = tokenizer.apply_chat_template(row.meta["prompt"], add_generation_prompt=True)
+    assert list(row.tokens[: row.prompt_tokens]) == prompt["input_ids"]
+    assert "in 1 rows the first token of an answer would also hold" in prepared.report.notes[0]
+    assert "tokenised apart" in prepared.report.notes[0]
     [plain] = masks(None, {"prompt": "France? ", "completion": "Paris"})
-    assert plain == "France?« Paris</s>»"
+    assert plain == "France? «Paris</s>»"
+
+
+def test_where_parts_would_decode_otherwise_the_offsets_decide() -> None:
+    """A Metaspace tokenizer puts a space before every part, so the parts are not the whole."""
+    tokenizer = kit.metaspace_tokenizer()
+    rows = [{"prompt": "one two Par", "completion": "is."}, {"prompt": "one", "completion": " two"}]
+    prepared = prepare(rows, tokenizer, DataSettings())
+    names = [tokenizer.convert_ids_to_tokens(list(row.tokens)) for row in prepared.rows]
+    assert names == [["▁one", "▁two", "▁Paris", ".", "</s>"], ["▁one", "▁two", "</s>"]]
+    assert [row.trained for row in prepared.rows] == [
+        (False, False, True, True, True),
+        (False, True, True),
+    ]
+    assert [
+        note for note in prepared.report.notes if "in 1 rows" in note and "shared token" in note
+    ]
+
+
+def test_a_tokenizer_without_offsets_is_refused_only_where_they_are_needed() -> None:
+    tokenizer = kit.metaspace_tokenizer(slow=True)
+    aligned = [{"prompt": "one", "completion": " two"}]
+    assert prepare(aligned, tokenizer, DataSettings()).rows[0].trained == (False, True, True)
+    with pytest.raises(
+        DataError, match="row:1: the tokens of the prompt are not the first"
+    ) as caught:
+        prepare([{"prompt": "Par", "completion": "is."}], tokenizer, DataSettings())
+    assert "a slow tokenizer" in str(caught.value)
+
+
+def test_an_end_token_inside_a_text_cuts_no_label() -> None:
+    assert masks(None, {"text": "one</s>two"}) == ["«one</s>two</s>»"]
+    assert masks(kit.ENDLESS, turns("Hi", "one</s>two")) == [
+        "user: Hi\nassistant:« one</s>two\n</s>»"
+    ]
+    assert masks(kit.MISTRAL, turns("a</s>b", "one</s>two")) == [
+        "<s>[INST] a</s>b [/INST]« one</s>two</s>»"
+    ]
 
 
 def test_an_endless_template_gets_the_end_on_its_last_turn_only() -> None:
@@ -271,7 +308,7 @@ def shared_tokenizer(name: str) -> Any:
 @pytest.mark.parametrize("name", GOLDEN)
 @given(contents=st.lists(WORDS, min_size=2, max_size=6))
 def test_the_mask_is_the_answers_and_their_stops(name: str, contents: list[str]) -> None:
-    """For any text: labels decode to each answer and its stop; a token across a prompt's end may add white space."""
+    """For any text: labels decode to each answer and its stop, and the prompt is what generation is given."""
     contents = contents[: len(contents) // 2 * 2]
     tokenizer = shared_tokenizer(name)
     stop = {
@@ -291,4 +328,9 @@ def test_the_mask_is_the_answers_and_their_stops(name: str, contents: list[str])
     found = [tokenizer.decode(span, clean_up_tokenization_spaces=False) for span in spans if span]
     strip = (lambda text: text.strip()) if name in ("llama3", "gemma") else (lambda text: text)
     wanted = [strip(text) + stop[name] for text in contents[1::2]]
-    assert [text.lstrip() for text in found] == [text.lstrip() for text in wanted]
+    if name == "mistral":
+        wanted = [" " + text for text in wanted]
+    assert found == wanted
+    prompt = tokenizer.apply_chat_template(row.meta["prompt"], add_generation_prompt=True)
+    if len(contents) == 2:
+        assert list(row.tokens[: row.prompt_tokens]) == prompt["input_ids"]

@@ -90,7 +90,7 @@ def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     assert found(path) == [(f"{path}:1", ROWS[0]), (f"{path}:2", ROWS[1])]
-    parts = {
+    parts: dict[Any, Any] = {
         "train": datasets.Dataset.from_list(ROWS),
         "test": datasets.Dataset.from_list(ROWS[:1]),
     }

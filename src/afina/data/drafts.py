@@ -75,10 +75,7 @@ def _chats(
     masked = mask_all(tokenizer, rendered, stop, [example.source for example in examples])
     if settings.train_on == "text":
         masked = [replace(one, trained=(True,) * len(one.tokens)) for one in masked]
-    notes = _located(sum(not turn.exact for one in rendered for turn in one.turns), "content")
-    notes += _located(sum(one.by_offset for one in masked), "offset") + _control(
-        tokenizer, examples
-    )
+    notes = _found_by_content(rendered) + _located(masked) + _control(tokenizer, examples)
     notes += _empty(examples)
     if "strftime_now" in str(tokenizer.chat_template):
         notes += ("the chat template writes today's date: these rows differ from day to day",)
@@ -109,17 +106,26 @@ def _rendered(
     return render_turns(tokenizer, example, ())  # every token is a label: no place is needed
 
 
-def _located(count: int, how: str) -> tuple[str, ...]:
+def _found_by_content(rendered: Sequence[Rendered]) -> tuple[str, ...]:
+    count = sum(not turn.exact for one in rendered for turn in one.turns)
     if not count:
         return ()
-    if how == "content":
-        return (
-            f"{count} turns were found by their content: the template's generation prompt is not how it "
-            "writes an answer",
-        )
-    return (
-        f"{count} answers begin inside a token that also ends the prompt; if prompts end with a space, "
-        "begin the answers with it instead",
+    why = "the template's generation prompt is not how it writes an answer"
+    return (f"{count} turns were found by their content: {why}",)
+
+
+def _located(masked: Sequence[Masked]) -> tuple[str, ...]:
+    """What to say of answers that merge with the end of their prompts."""
+    said = {
+        "apart": "they are tokenised apart, as generation does",
+        "offset": "the shared token counts as answer",
+    }
+    counts = {how: sum(one.located == how for one in masked) for how in said}
+    return tuple(
+        f"in {count} rows the first token of an answer would also hold the end of its prompt: {said[how]}; "
+        "put the space or line end between them at the start of the answer"
+        for how, count in counts.items()
+        if count
     )
 
 
@@ -160,7 +166,7 @@ def _plain(tokenizer: Any, examples: Sequence[Example], settings: DataSettings) 
     masked = mask_plain(tokenizer, pairs, [example.source for example in examples])
     if settings.train_on == "text":
         masked = [replace(one, trained=(True,) * len(one.tokens)) for one in masked]
-    notes = _located(sum(one.by_offset for one in masked), "offset") + _empty(examples)
+    notes = _located(masked) + _empty(examples)
     turns = [(len(example.messages) - 1,) for example in examples]
     return Draft(masked, turns, "none", str(tokenizer.eos_token), notes=notes)
 

@@ -1,22 +1,30 @@
 """Which tokens of a rendered row are labels.
 
 The rule for every trained turn: from the first token of the answer to its stop token, both included; what the
-template writes after the stop (SmolLM2's newline) is not trained. A place in the text becomes a place in the tokens
-if the tokens of the text before it are exactly the first tokens of the whole; where a token lies across that place,
-the offsets of the tokens decide, and such a token belongs to the answer.
+template writes after the stop (SmolLM2's newline) is not trained.
+
+A place in the text becomes a place in the tokens in the first of three ways that holds:
+
+1. the tokens of the text before it are exactly the first tokens of the whole;
+2. a token would lie across it, so the text is cut at its turns and the parts are tokenised apart, as happens in
+   generation, where the prompt is tokenised alone (only if the parts still decode to the same text);
+3. the offsets of the tokens decide, and a token across the start of an answer belongs to the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
 
-from afina.data.templates import Rendered, Stop
+from afina.data.templates import Rendered, Stop, Turn
 from afina.errors import DataError
 
 _CHUNK = 512
 """Texts tokenised in one call: enough to keep the tokenizer's threads busy, little memory."""
+
+Located = Literal["exact", "apart", "offset"]
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,13 @@ class Masked:
     Attributes:
         tokens, trained: as in `Row`.
         starts: the first label of each trained turn.
-        by_offset: turns whose place was decided by offsets.
+        located: in which of the three ways its turns were found.
     """
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
     starts: tuple[int, ...]
-    by_offset: int = 0
+    located: Located = "exact"
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
@@ -83,42 +91,53 @@ def _mask(
     stop: Stop,
     source: str,
 ) -> Masked:
-    place = {0: 0, len(one.text): len(ids), **exact}
-    starts_at = {turn.start for turn in one.turns}
-    unsure = {at: at in starts_at for at in _places(one) if at not in exact}
-    if unsure:
-        place |= _by_offsets(tokenizer, one.text, unsure, source)
+    ids, place, located = _locate(tokenizer, one, ids, exact, source)
     trained, starts = [False] * len(ids), []
     added: list[int] = []
     for turn in one.turns:
         start, end = place[turn.start], place[turn.end]
-        stops = [at for at in range(start, end) if ids[at] in stop.ids]
-        if stops:
-            last = stops[-1]
-        elif not stop.own and ids[end : end + 1] and ids[end] in stop.ids:
-            last = end  # the next turn's opening is what stops generation
-        elif end == len(ids) and not stop.own and stop.ids:
-            last, added = end - 1, [stop.ids[0]]
+        if stop.own:
+            last = next((at for at in range(end - 1, start - 1, -1) if ids[at] in stop.ids), None)
+        elif end < len(ids):  # the next turn's opening may be what stops generation
+            last = end if ids[end] in stop.ids else None
+        elif end > start and ids[end - 1] in stop.ids:
+            last = end - 1
         else:
+            last, added = (end - 1, [stop.ids[0]]) if stop.ids else (None, [])
+        if last is None:
             raise _no_stop(tokenizer, one.text[turn.start : turn.end], stop, source)
         trained[start : last + 1] = [True] * (last + 1 - start)
         starts.append(start)
-    return Masked(
-        (*ids, *added),
-        (*trained, *(True for _ in added)),
-        tuple(starts),
-        sum(turn.start in unsure for turn in one.turns),
-    )
+    tokens, labels = (*ids, *added), (*trained, *(True for _ in added))
+    return Masked(tokens, labels, tuple(starts), located)
+
+
+def _locate(
+    tokenizer: Any, one: Rendered, ids: list[int], exact: dict[int, int], source: str
+) -> tuple[list[int], dict[int, int], Located]:
+    """Ids of the row, the token number of each place in it, and which way found them."""
+    places = _places(one)
+    if len(exact) == len(places):
+        return ids, {0: 0, len(one.text): len(ids), **exact}, "exact"
+    cuts = [0, *places, len(one.text)]
+    parts = encode(tokenizer, [one.text[a:b] for a, b in pairwise(cuts)])
+    apart = [id for part in parts for id in part]
+    if _decode(tokenizer, apart) == _decode(tokenizer, ids):
+        numbers = [sum(map(len, parts[:n])) for n in range(len(cuts))]
+        return apart, dict(zip(cuts, numbers, strict=True)), "apart"
+    unsure = [at for at in places if at not in exact]
+    place = {0: 0, len(one.text): len(ids), **exact}
+    return ids, place | _by_offsets(tokenizer, one, unsure, source), "offset"
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def _by_offsets(
-    tokenizer: Any, text: str, places: Mapping[int, bool], source: str
+    tokenizer: Any, one: Rendered, places: Sequence[int], source: str
 ) -> dict[int, int]:
-    """Token numbers of places in the text that a token may lie across.
-
-    `places` says of each character place whether a turn starts there. A token across the start of a turn belongs to
-    the turn, and one across its end too.
-    """
+    """Token numbers of places in the text that a token lies across."""
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"{source}: the tokens of the prompt are not the first tokens of the whole row",
@@ -126,12 +145,13 @@ def _by_offsets(
             wanted="a fast tokenizer",
             cure="load the model with its tokenizer.json, or change what joins prompt and answer",
         )
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
-        "offset_mapping"
-    ]
+    offsets = tokenizer(
+        one.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )["offset_mapping"]
+    starts = {turn.start for turn in one.turns}
     found: dict[int, int] = {}
-    for at, start in places.items():
-        beyond = (i for i, (a, b) in enumerate(offsets) if (b > at if start else a >= at))
+    for at in places:
+        beyond = (i for i, (a, b) in enumerate(offsets) if (b > at if at in starts else a >= at))
         found[at] = next(beyond, len(offsets))
     return found
 
@@ -164,22 +184,21 @@ def mask_plain(
             got="eos_token None",
             cure="set tokenizer.eos_token, or train on chats with a chat template",
         )
+    rendered = [
+        Rendered(prompt + answer, (Turn(0, len(prompt), len(prompt + answer), exact=True),))
+        for prompt, answer in pairs
+    ]
+    masked = mask_all(tokenizer, rendered, Stop((eos,), own=False), sources)
     first = _begin(tokenizer)
-    wholes = encode(tokenizer, [prompt + answer for prompt, answer in pairs])
-    prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
-    masked: list[Masked] = []
-    for (prompt, answer), ids, part, source in zip(pairs, wholes, prompts, sources, strict=True):
-        start, by_offset = len(part), ids[: len(part)] != part
-        if by_offset:
-            at = len(prompt)
-            start = _by_offsets(tokenizer, prompt + answer, {at: True}, source)[at]
-        start += len(first)
-        tokens = [*first, *ids]
-        if not answer or tokens[-1] != eos:
-            tokens.append(eos)
-        trained = (*(False for _ in range(start)), *(True for _ in range(start, len(tokens))))
-        masked.append(Masked(tuple(tokens), trained, (start,), int(by_offset)))
-    return masked
+    return [
+        replace(
+            one,
+            tokens=(*first, *one.tokens),
+            trained=(*(False for _ in first), *one.trained),
+            starts=tuple(start + len(first) for start in one.starts),
+        )
+        for one in masked
+    ]
 
 
 def _begin(tokenizer: Any) -> list[int]:
