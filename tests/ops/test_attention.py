@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     BertConfig,
     BertForMaskedLM,
     Gemma2Config,
@@ -102,7 +104,9 @@ def test_the_reference_is_softmax_over_what_is_seen() -> None:
     segments = torch.tensor([[0, 0, 1, -1]])
     out = reference.attention(q, k, v, segments, causal=True, scaling=1.0)[0, 0, :, 0]
     e = torch.tensor([1.0, 2.0], dtype=torch.float64).exp()  # scores 2·0.5 and 2·1
-    assert out.tolist() == pytest.approx([10.0, ((10 * e[0] + 20 * e[1]) / e.sum()), 30.0, 0.0])
+    assert out.tolist() == pytest.approx(
+        [10.0, ((10 * e[0] + 20 * e[1]) / e.sum()).item(), 30.0, 0.0]
+    )
     both = reference.attention(q, k, v, segments, causal=False, scaling=1.0)[0, 0, 0, 0]
     f = torch.tensor([0.5, 1.0], dtype=torch.float64).exp()
     assert both.item() == pytest.approx(((10 * f[0] + 20 * f[1]) / f.sum()).item())
@@ -206,7 +210,31 @@ def by_rows(model: Any, rows: tuple[list[int], ...]) -> Tensor:
 
 
 def single(model: Any, rows: tuple[list[int], ...]) -> Tensor:
-    return torch.cat([model(input_ids=torch.tensor([r])).logits[0] for r in rows])
+    before = model.config._attn_implementation
+    if before == "eager":
+        # Transformers' own softmax is fp32 there, too coarse to judge by: the reference in its place.
+        AttentionInterface.register("slow", _slow)
+        AttentionMaskInterface.register("slow", lambda *_, **__: None)
+        model.set_attn_implementation("slow")
+    logits = torch.cat([model(input_ids=torch.tensor([r])).logits[0] for r in rows])
+    model.set_attn_implementation(before)
+    return logits
+
+
+def _slow(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    out = reference.attention(
+        q,
+        k,
+        v,
+        torch.zeros(q.shape[0], q.shape[2]),
+        causal=module.is_causal,
+        scaling=kwargs["scaling"],
+        window=kwargs["sliding_window"],
+        softcap=kwargs["softcap"],
+    )
+    return out.transpose(1, 2), None
 
 
 def gradients(model: Any, logits: Tensor) -> dict[str, Tensor]:
@@ -224,8 +252,10 @@ def test_packed_rows_equal_single_rows(make: Callable[[], Any]) -> None:
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
     wanted, got = gradients(model, alone), gradients(model, together)
     assert set(got) == set(wanted)
+    # Gemma's own norms are fp32 whatever the model's dtype, and round differently in another order.
+    within = 1e-5 if make is gemma2 else 1e-10
     for name, gradient in wanted.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(got[name], gradient, rtol=within, atol=within)
     assert model.config._attn_implementation == before
 
 
@@ -269,7 +299,7 @@ def test_parts_of_attention_that_are_unknown_are_refused() -> None:
 
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     """Qwen2-MoE tells its window to the mask alone: attention by rows would see past it, silently."""
-    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
     experts = {"num_experts": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     torch.manual_seed(0)
     model: Any = Qwen2MoeForCausalLM(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,13 +76,7 @@ def token_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on `device`."""
-    return Batch(
-        tokens_BT=batch.tokens_BT.to(device),
-        targets_BT=batch.targets_BT.to(device),
-        positions_BT=batch.positions_BT.to(device),
-        segments_BT=batch.segments_BT.to(device),
-        packed=batch.packed,
-        rows=batch.rows,
-        real_tokens=batch.real_tokens,
-        trained_tokens=batch.trained_tokens,
-    )
+    moved = {
+        name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
+    return replace(batch, **moved)

@@ -111,7 +111,8 @@ def _attend(
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (scaling or q.shape[-1] ** -0.5)
     scores = softcap * torch.tanh(scores / softcap)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1, dtype=torch.float32)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1, dtype=wide)
     return F.dropout(weights.to(q.dtype), dropout) @ v
 
 
@@ -144,7 +145,7 @@ def rows(model: nn.Module) -> Generator[None, None, None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _interface)  # pyright: ignore[reportUnknownMemberType]
-    AttentionMaskInterface.register(NAME, _no_mask)  # pyright: ignore[reportUnknownMemberType]
+    AttentionMaskInterface.register(NAME, _reach)  # pyright: ignore[reportUnknownMemberType]
     speaker: _HasAttention = model  # type: ignore[assignment]
     before = speaker.config._attn_implementation
     speaker.set_attn_implementation(NAME)
@@ -160,8 +161,9 @@ def rows(model: nn.Module) -> Generator[None, None, None]:
         speaker.set_attn_implementation(before)
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
-    """The mask is the context's matter."""
+def _reach(*args: object, local_size: int | None = None, **kwargs: object) -> Tensor | None:
+    """In place of a mask, which is the context's matter: the window that the mask would have had."""
+    return None if local_size is None else torch.tensor(local_size)
 
 
 def _interface(
@@ -191,6 +193,16 @@ def _interface(
         raise ModelError(
             "this model's attention has a part that attention by rows does not know",
             got=", ".join(unknown),
+            cure="train with data.packing=false",
+        )
+    # Some models tell their window, or their chunks, to the mask alone.
+    if attention_mask is not None and sliding_window not in (
+        reach := int(attention_mask),
+        reach + 1,
+    ):
+        raise ModelError(
+            "this model limits what a token sees in a way that attention by rows is not told",
+            got=f"{reach} tokens in the mask, a window of {sliding_window} in the attention",
             cure="train with data.packing=false",
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
