@@ -174,6 +174,15 @@ def test_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "['train', 'test']" in str(caught.value)
 
 
+def test_numbers_of_classes_become_their_names(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    rows = [{"text": "a", "label": 1}, {"text": "b", "label": 0}, {"text": "c", "label": -1}]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    assert [row["label"] for _, row in found(tmp_path / "saved")] == ["good", "bad", None]
+
+
 def test_a_hub_that_does_not_answer_is_an_error_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("offline")

@@ -66,33 +66,42 @@ def collate(
     lines = [list(rows)] if packed else [[row] for row in rows]
     longest = max(sum(len(row.tokens) for row in line) for line in lines)
     width = -(-longest // (pad_to_multiple or 1)) * (pad_to_multiple or 1)
-    tokens, targets, positions, segments = [], [], [], []
-    number = 0
-    for line in lines:
-        ids: list[int] = []
-        wanted: list[int] = []
-        places: list[int] = []
-        owners: list[int] = []
-        for row in line:
-            ids += row.tokens
-            wanted += targets_of(row)
-            places += range(len(row.tokens))
-            owners += [number] * len(row.tokens)
-            number += 1
-        empty = width - len(ids)
-        tokens.append(ids + [pad_id] * empty)
-        targets.append(wanted + [IGNORE] * empty)
-        positions.append(places + [0] * empty)
-        segments.append(owners + [-1] * empty)
+    # Either there is one line, whose rows are numbered from 0, or a line is one row and has its number.
+    filled = [_line(line, first, width, pad_id) for first, line in enumerate(lines)]
+    tokens, targets, positions, segments = (
+        torch.tensor(part) for part in zip(*filled, strict=True)
+    )
     labels = [row.label for row in rows if row.label is not None]
     return Batch(
-        tokens_BT=torch.tensor(tokens),
-        targets_BT=torch.tensor(targets),
-        positions_BT=torch.tensor(positions),
-        segments_BT=torch.tensor(segments),
+        tokens_BT=tokens,
+        targets_BT=targets,
+        positions_BT=positions,
+        segments_BT=segments,
         packed=packed,
         rows=tuple(row.id for row in rows),
         real_tokens=sum(len(row.tokens) for row in rows),
         trained_tokens=sum(row.trained_tokens for row in rows),
         labels_B=torch.tensor(labels) if len(labels) == len(rows) else None,
+    )
+
+
+def _line(
+    rows: Sequence[Row], first: int, width: int, pad_id: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Tokens, targets, positions and segments of rows end to end, numbered from `first` and padded to `width`."""
+    tokens: list[int] = []
+    targets: list[int] = []
+    positions: list[int] = []
+    segments: list[int] = []
+    for number, row in enumerate(rows, start=first):
+        tokens += row.tokens
+        targets += targets_of(row)
+        positions += range(len(row.tokens))
+        segments += [number] * len(row.tokens)
+    empty = width - len(tokens)
+    return (
+        tokens + [pad_id] * empty,
+        targets + [IGNORE] * empty,
+        positions + [0] * empty,
+        segments + [-1] * empty,
     )

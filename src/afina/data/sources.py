@@ -205,7 +205,7 @@ def _hub(name: str, settings: DataSettings, role: Role, notes: list[str]) -> Pla
             cure="check the spelling, the network, and data.subset if the set has several",
         ) from error
     notes.append(f"{name}: split {split} of the hub data set")
-    return ((f"{name}[{split}]:{number}", dict(row)) for number, row in enumerate(table, start=1))
+    return _table(f"{name}[{split}]", table)
 
 
 def _saved(path: Path, settings: DataSettings, role: Role, notes: list[str]) -> Placed:
@@ -217,4 +217,20 @@ def _saved(path: Path, settings: DataSettings, role: Role, notes: list[str]) -> 
         split = _pick([str(one) for one in table], settings, role, str(path))
         notes.append(f"{path}: split {split}")
         table = table[split]
-    return ((f"{path}:{number}", dict(row)) for number, row in enumerate(table, start=1))
+    return _table(str(path), table)
+
+
+def _table(name: str, table: Any) -> Placed:
+    """The rows of a `datasets` table; classes by the names it knows for their numbers."""
+    names = {
+        column: feature.names
+        for column, feature in table.features.items()
+        if getattr(feature, "names", None)
+    }
+    for number, row in enumerate(table, start=1):
+        columns = dict(row)
+        for column, known in names.items():
+            value = columns[column]
+            unlabelled = value is None or value < 0  # hidden test labels are -1
+            columns[column] = None if unlabelled else known[value]
+        yield f"{name}:{number}", columns
