@@ -51,6 +51,7 @@ def test_a_folder_gives_the_model_that_was_saved(causal):
     model, tokenizer = load(folder, "fp32", "cpu")
     assert type(model) is type(wanted)
     assert not model.training
+    assert model.name_or_path == str(folder)
     for name, value in wanted.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert tokenizer.pad_token_id == model.config.pad_token_id == 257
