@@ -101,6 +101,7 @@ def _run(
 ) -> None:
     """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
     from afina.models.hub import load
+    from afina.models.precision import choose
     from afina.table import apply, check
     from afina.train import folder
     from afina.train.options import RunOptions
@@ -111,6 +112,7 @@ def _run(
     check(settings.techniques)
     folder.refuse_used(out, resume=resume, overwrite=overwrite)
     say = reporter()
+    say.say(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
     model, tokenizer = load(
         settings.model,
         dtype=settings.train.dtype,

@@ -64,7 +64,7 @@ def load(
     repair_pad(model, tokenizer)
     model = model.to(place)
     # What the user named, so that an adapter says that and not the cache's folder.
-    model.config._name_or_path = str(source)
+    model.name_or_path = model.config._name_or_path = str(source)
     seconds = time.perf_counter() - started
     log.info("%s (%s) on %s in %.1f s; %s", source, kind, place, seconds, precision)
     return model, tokenizer
