@@ -26,7 +26,9 @@ def model() -> Any:
     return tiny_llama(dtype=torch.float32, initializer_range=0.1)
 
 
-def trainer_run(adapter: Path, rows: list[Row], out: Path, accumulation: int) -> tuple[list[float], Any]:
+def trainer_run(
+    adapter: Path, rows: list[Row], out: Path, accumulation: int
+) -> tuple[list[float], Any]:
     """Losses of each step and the tuned model, by Trainer and PEFT from the adapter in a folder."""
     from peft import PeftModel
     from transformers import Trainer, TrainingArguments
@@ -41,12 +43,18 @@ def trainer_run(adapter: Path, rows: list[Row], out: Path, accumulation: int) ->
             return torch.tensor(lines)
 
         ids = fill("input_ids", 257)
-        return {"input_ids": ids, "labels": fill("labels", IGNORE), "attention_mask": (ids != 257).long()}
+        return {
+            "input_ids": ids,
+            "labels": fill("labels", IGNORE),
+            "attention_mask": (ids != 257).long(),
+        }
 
     data = [
         {
             "input_ids": list(row.tokens),
-            "labels": [t if kept else IGNORE for t, kept in zip(row.tokens, row.trained, strict=True)],
+            "labels": [
+                t if kept else IGNORE for t, kept in zip(row.tokens, row.trained, strict=True)
+            ],
         }
         for row in rows
     ]
