@@ -26,7 +26,9 @@ from tests.tiny import byte_tokenizer, tiny_gpt2, tiny_llama
 from tests.train.kit import ragged_rows
 
 
-def run(out: Path, technique: Any = None, *, model: Any = None, options: Any = None, **rest: Any) -> Run:
+def run(
+    out: Path, technique: Any = None, *, model: Any = None, options: Any = None, **rest: Any
+) -> Run:
     """A run over ten ragged rows, four a step, unless told otherwise."""
     model = model or tiny_llama()
     edit = apply(model, [technique or LoRA(rank=2)], seed=1)
@@ -140,7 +142,9 @@ def test_three_and_three_steps_are_six_bit_for_bit(tmp_path: Path, model: Any) -
     assert len(read_metrics(tmp_path / "parts")) == 4
     rest = run(tmp_path / "parts", technique, model=model(), options={"resume": True}, **settings)
     assert same(weights(whole), weights(rest))
-    a, b = (load_file(x.folder / "checkpoints/step-000006/optimiser.safetensors") for x in (whole, rest))
+    a, b = (
+        load_file(x.folder / "checkpoints/step-000006/optimiser.safetensors") for x in (whole, rest)
+    )
     assert same(a, b)
     losses = [[line["loss"] for line in read_metrics(x.folder)] for x in (whole, rest)]
     assert losses[0] == losses[1]
