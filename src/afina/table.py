@@ -64,15 +64,12 @@ def apply(
     Raises:
         TechniqueError: when a technique does not fit the model; the model is then as it was.
     """
-    edit = Edit(model, check(techniques))
-    edit.on_undo(freeze(model))
-    try:
+    with Edit(model, check(techniques)).whole() as edit:
+        edit.on_undo(freeze(model))
         for technique in edit.techniques:
             part = technique.apply(model, undoable=undoable)
+            # Absorbed before it gets its values: should these fail, it goes back with the rest.
+            edit.absorb(part)
             if not any(p.is_meta for p in part.trainable().values()):
                 technique.init(part, seed=seed)
-            edit.absorb(part)
-    except BaseException:
-        edit.undo()
-        raise
     return edit

@@ -149,6 +149,7 @@ class Edit:
         self._undo.append(lambda: self._restore(name, parameter, undoable))
 
     def _restore(self, name: str, parameter: nn.Parameter, undoable: bool) -> None:
+        parameter.grad = None
         if undoable and not parameter.is_meta:
             with torch.no_grad():
                 parameter.copy_(self._snapshots.pop(name))
@@ -220,10 +221,22 @@ class Edit:
                 got=", ".join(lost[:3]),
                 cure="apply with undoable=True, or load the base model again",
             )
+        self._reverse()
+
+    def _reverse(self) -> None:
         for step in reversed(self._undo):
             step()
         self._undo.clear()
         self._undone = True
+
+    @contextmanager
+    def whole(self) -> Generator[Edit, None, None]:
+        """All of the block's changes or, when it raises, none of them: nothing has trained yet, so all can go back."""
+        try:
+            yield self
+        except BaseException:
+            self._reverse()
+            raise
 
     def on_undo(self, step: Callable[[], None]) -> None:
         """Adds a step to undo; the last added runs first."""

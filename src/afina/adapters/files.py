@@ -14,6 +14,7 @@ Source: the files that PEFT 0.21.2 writes and reads.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -21,46 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from afina import seams
-from afina.errors import AdapterError, nearest
+from afina.adapters.fitting import drop_base_copies, technique_of
+from afina.adapters.layout import CONFIG, PREFIX, WEIGHTS, read_config, read_tensors
+from afina.errors import AdapterError, TechniqueError
 from afina.table import apply
 from afina.techniques.lora import LoRA, LoRADelta
 from afina.tree import Edit
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-
-# What plain LoRA leaves at these values; anything else is a variant that would load as something it is not.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (None, False),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "velora_config": (None,),
-}
-READ = {
-    "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "target_modules",
-    "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "inference_mode", "fan_in_fan_out",
-}  # fmt: skip
-# They tell how the adapter was made, which its tensors already contain.
-PAST = {
-    "auto_mapping", "corda_config", "eva_config", "exclude_modules", "init_lora_weights", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "ensure_weight_tying",
-}  # fmt: skip
 
 
 def save(edit: Edit, folder: str | Path, *, base: str, tokenizer: Any = None) -> Path:
@@ -129,9 +101,13 @@ def load(model: nn.Module, folder: str | Path) -> Edit:
     folder = Path(folder)
     config = read_config(folder)
     tensors = read_tensors(folder)
-    _drop_base_copies(model, tensors)
-    technique = _technique(model, config, tensors)
-    edit = apply(model, [technique])
+    drop_base_copies(model, tensors)
+    try:
+        edit = apply(model, [technique_of(model, config, tensors)])
+    except (TechniqueError, ValidationError, re.error) as error:
+        raise AdapterError(
+            f"the adapter in {folder} cannot be put onto this model", got=error
+        ) from None
     try:
         restore(edit, tensors)
     except BaseException:
@@ -154,6 +130,7 @@ def restore(edit: Edit, tensors: dict[str, Tensor]) -> None:
         for key in sorted(set(mine) & set(tensors))
         if mine[key].shape != tensors[key].shape
     ]
+    problems += [] if problems else _torn(mine, tensors)
     if problems:
         more = f"\n          … and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise AdapterError(
@@ -164,6 +141,16 @@ def restore(edit: Edit, tensors: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for key, target in mine.items():
             target.copy_(tensors[key])
+
+
+def _torn(mine: dict[str, Tensor], tensors: dict[str, Tensor]) -> list[str]:
+    """Keys of one tensor here (a tie) that hold two different ones in the file."""
+    first: dict[int, str] = {}
+    return [
+        f"{key} and {first[id(target)]}: one tensor in this model, two that differ in the file"
+        for key, target in mine.items()
+        if not torch.equal(tensors[first.setdefault(id(target), key)], tensors[key])
+    ]
 
 
 def peft_tensors(edit: Edit) -> dict[str, Tensor]:
@@ -207,7 +194,7 @@ def peft_config(edit: Edit, base: str) -> dict[str, Any]:
         n.removesuffix(".lora"): d for n, d in edit.deltas.items() if isinstance(d, LoRADelta)
     }
     ranks = {name: delta.rank for name, delta in deltas.items()}
-    alphas = {name: _alpha(delta, lora.rslora) for name, delta in deltas.items()}
+    alphas = {name: _alpha(delta, lora) for name, delta in deltas.items()}
     whole = sorted({name.rsplit(".", 1)[0] for name in _names(edit)})
     return {
         "peft_type": "LORA",
@@ -236,8 +223,10 @@ def _names(edit: Edit) -> list[str]:
     return [name for name, p in every if id(p) in trained]
 
 
-def _alpha(delta: LoRADelta, rslora: bool) -> float:
-    return round(delta.scaling * (delta.rank**0.5 if rslora else delta.rank), 9)
+def _alpha(delta: LoRADelta, lora: LoRA) -> float:
+    """The alpha of one place; the technique's own where the scale says that, free of rounding."""
+    alpha = delta.scaling * (delta.rank**0.5 if lora.rslora else delta.rank)
+    return lora.alpha if math.isclose(alpha, lora.alpha, rel_tol=1e-12) else round(alpha, 9)
 
 
 def _plain(number: float) -> float | int:
@@ -259,140 +248,3 @@ def _target_modules(model: nn.Module, targets: list[str]) -> list[str]:
     tails = sorted({name.rsplit(".", 1)[-1] for name in targets})
     reached = {s.name for s in seams.map_sites(model) if s.name.rsplit(".", 1)[-1] in tails}
     return tails if reached == set(targets) else sorted(targets)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """`adapter_config.json`, checked to be plain LoRA.
-
-    Raises:
-        AdapterError: when the file is missing, is not JSON, lacks rank or alpha, or describes a variant.
-    """
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise AdapterError(
-            "there is no adapter here", got=folder, wanted=f"a folder with {CONFIG}"
-        ) from None
-    except ValueError as error:
-        raise AdapterError(
-            "the adapter's configuration is not JSON", got=f"{path}: {error}"
-        ) from None
-    problems: list[str] = []
-    if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type {config.get('peft_type')!r}: only LORA can be loaded")
-    problems += [
-        f"{key} is missing (it is never guessed)"
-        for key in ("r", "lora_alpha")
-        if key not in config
-    ]
-    problems += [
-        f"{key} = {config[key]!r}: a variant this version does not know"
-        for key, neutral in NEUTRAL.items()
-        if key in config and config[key] not in neutral
-    ]
-    known = READ | PAST | set(NEUTRAL)
-    for key, value in config.items():
-        if key not in known and value not in (None, False, {}, []):
-            near = nearest(key, sorted(known), 1)
-            hint = f" (near: {near[0]})" if near else ""
-            problems.append(f"{key} = {value!r}: an unknown setting{hint}")
-    if problems:
-        raise AdapterError(f"cannot load {path}", got="; ".join(problems), wanted="plain LoRA")
-    return config
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter folder.
-
-    Raises:
-        AdapterError: when there is no safetensors file, or it is damaged.
-    """
-    path = folder / WEIGHTS
-    if not path.exists():
-        pickled = (folder / "adapter_model.bin").exists()
-        raise AdapterError(
-            "the adapter has no safetensors file",
-            got="adapter_model.bin, a pickle, which can run code when it is read"
-            if pickled
-            else folder,
-            wanted=path,
-            cure="convert it with PEFT: model.save_pretrained(folder)" if pickled else None,
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise AdapterError("the adapter's file is damaged", got=f"{path}: {error}") from None
-
-
-def _drop_base_copies(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Takes out the copies of base tensors that PEFT writes beside an adapted embedding.
-
-    Raises:
-        AdapterError: when such a copy differs from this model's own tensor.
-    """
-    for key in [k for k in tensors if ".base_layer." in k]:
-        name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
-        copy = tensors.pop(key)
-        own = dict(model.named_parameters(remove_duplicate=False)).get(name)
-        if own is None or own.shape != copy.shape or not torch.equal(own, copy.to(own)):
-            raise AdapterError(
-                "the adapter was made beside other base weights than this model's",
-                got=f"{key} differs from {name}",
-                cure="load the base model that adapter_config.json names",
-            )
-
-
-def _technique(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> LoRA:
-    """The LoRA value that makes exactly the places the file has tensors for."""
-    ranks: dict[str, int] = {}
-    whole: set[str] = set()
-    ending = re.compile(r"\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B)$")
-    for key, tensor in tensors.items():
-        name = key.removeprefix(PREFIX)
-        found = ending.search(name)
-        if found is None:
-            whole.add(name.rsplit(".", 1)[0])
-        elif "_A" in found[1]:
-            ranks[name[: found.start()]] = tensor.shape[0]
-    modules = {name for name, _ in model.named_modules()}
-    strangers = sorted((set(ranks) | whole) - modules)
-    if strangers or not ranks:
-        raise AdapterError(
-            f"the adapter changes {len(strangers)} modules that this model does not have"
-            if strangers
-            else "the adapter's file holds no LoRA tensors",
-            got=", ".join(strangers[:4]) or None,
-            wanted=", ".join(sorted(m for m in modules if "." in m)[:2]) + ", …",
-            cure=f"load the base model {config.get('base_model_name_or_path')!r}",
-        )
-    alphas = {n: _pattern(config.get("alpha_pattern"), n, config["lora_alpha"]) for n in ranks}
-    expected = {n: _pattern(config.get("rank_pattern"), n, config["r"]) for n in ranks}
-    lying = [
-        f"{n}: file {ranks[n]}, configuration {expected[n]}"
-        for n in ranks
-        if ranks[n] != expected[n]
-    ]
-    if lying:
-        raise AdapterError(
-            "ranks in the file and in the configuration differ", got="; ".join(lying[:4])
-        )
-    return LoRA(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        dropout=config.get("lora_dropout") or 0.0,
-        rslora=bool(config.get("use_rslora")),
-        target=tuple(ranks),
-        rank_pattern={n: r for n, r in ranks.items() if r != config["r"]},
-        alpha_pattern={n: a for n, a in alphas.items() if a != config["lora_alpha"]},
-        modules_to_save=tuple(sorted(whole)),
-    )
-
-
-def _pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that is the name or matches its end as a regular expression."""
-    for pattern, value in (patterns or {}).items():
-        if pattern == name or re.fullmatch(rf"(.*\.)?({pattern})", name):
-            return value
-    return default

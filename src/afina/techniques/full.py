@@ -45,9 +45,9 @@ class Full(Technique):
         Raises:
             TechniqueError: when a pattern matches nothing or nothing is left to train.
         """
-        edit = Edit(model, [self])
-        for name in self.tensors(model):
-            edit.train_in_place(name, self, undoable=undoable)
+        with Edit(model, [self]).whole() as edit:
+            for name in self.tensors(model):
+                edit.train_in_place(name, self, undoable=undoable)
         return edit
 
     def tensors(self, model: nn.Module) -> list[str]:

@@ -88,17 +88,18 @@ class LoRA(Technique):
         Raises:
             TechniqueError: when a pattern matches nothing, or a rank exceeds its map.
         """
-        edit = Edit(model, [self])
         sites = self.sites(model)
         names = [site.name for site in sites]
         ranks = _per_site(names, self.rank_pattern, self.rank, "lora.rank_pattern")
         alphas = _per_site(names, self.alpha_pattern, self.alpha, "lora.alpha_pattern")
         _refuse_large_ranks(sites, ranks)
-        for site in sites:
-            scaling = self.scale(alphas[site.name], ranks[site.name])
-            edit.attach(site.name, self, LoRADelta(site, ranks[site.name], scaling, self.dropout))
-        for name in self.whole_modules(model):
-            edit.train_in_place(name, self, undoable=undoable)
+        with Edit(model, [self]).whole() as edit:
+            for site in sites:
+                rank = ranks[site.name]
+                scaling = self.scale(alphas[site.name], rank)
+                edit.attach(site.name, self, LoRADelta(site, rank, scaling, self.dropout))
+            for name in self.whole_modules(model):
+                edit.train_in_place(name, self, undoable=undoable)
         experts = seams.expert_modules(model)
         if experts and "all-linear" in self.target:
             edit.notes.append(
@@ -186,6 +187,11 @@ class LoRADelta(Delta):
         self.kind = site.kind
         self.scaling = scaling
         self.dropout = dropout
+        # Some embeddings (Gemma's) multiply what they look up; the change lies beside the weight, under that factor.
+        factor = getattr(site.module, "scalar_embed_scale", None)
+        self.multiplier = float(
+            getattr(site.module, "embed_scale", 1.0) if factor is None else factor
+        )
         self.a = nn.Parameter(
             torch.zeros(rank, site.in_features, dtype=dtype, device=weight.device)
         )
@@ -201,7 +207,8 @@ class LoRADelta(Delta):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The base's output `y` and the change beside it."""
         if self.kind == "embedding":
-            return y + low_rank_rows(x, self.a, self.b, self.scaling).to(y.dtype)
+            scaling = self.scaling * self.multiplier
+            return y + low_rank_rows(x, self.a, self.b, scaling).to(y.dtype)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         return y + low_rank(x, self.a, self.b, self.scaling)
