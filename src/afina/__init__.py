@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from afina.table import apply
     from afina.techniques.full import Full
     from afina.techniques.lora import LoRA
+    from afina.train.job import Run
     from afina.train.options import RunOptions
-    from afina.train.run import Run, train
+    from afina.train.run import train
     from afina.tree import Edit
 
 __version__ = "0.1.0"
@@ -33,7 +34,7 @@ _HOMES = {
     "Full": "afina.techniques.full",
     "GenerateSettings": "afina.config",
     "LoRA": "afina.techniques.lora",
-    "Run": "afina.train.run",
+    "Run": "afina.train.job",
     "RunOptions": "afina.train.options",
     "TrainSettings": "afina.config",
     "apply": "afina.table",

@@ -17,11 +17,12 @@ from afina.errors import ConfigError, ModelError, RunError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
+from afina.train.job import Run
 from afina.train.loop import Seams
 from afina.train.metrics import read_metrics
 from afina.train.options import RunOptions
 from afina.train.report import Silent
-from afina.train.run import Run, train
+from afina.train.run import train
 from tests.tiny import byte_tokenizer, tiny_gpt2, tiny_llama
 from tests.train.kit import ragged_rows
 

@@ -45,6 +45,9 @@ def command(
     init_from: Annotated[
         Path | None, Flag(help="start from this adapter's weights (a folder, or a run)")
     ] = None,
+    revision: Annotated[str | None, Flag(help="branch, tag or commit of a hub id")] = None,
+    token: Annotated[str | None, Flag(envvar="HF_TOKEN", help="token of the Hub")] = None,
+    offline: Annotated[bool, Flag("--offline", help="download nothing")] = False,
     resume: Annotated[bool, Flag("--resume", help="go on from the last checkpoint")] = False,
     overwrite: Annotated[bool, Flag("--overwrite", help="replace the run in the folder")] = False,
     print_config: Annotated[
@@ -64,6 +67,7 @@ def command(
         config = config or out / "config.yaml"
     flags: dict[str, Any] = {
         "model": model,
+        "revision": revision,
         "data.source": data,
         "val": val,
         "techniques": technique or None,
@@ -78,7 +82,8 @@ def command(
     if print_config or out is None:
         sys.stdout.write(dump(resolved))
         return
-    _run(resolved, out, init_from=init_from, resume=resume, overwrite=overwrite)
+    hub = {"token": token, "offline": offline or None}
+    _run(resolved, out, hub, init_from=init_from, resume=resume, overwrite=overwrite)
 
 
 def _resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
@@ -97,7 +102,13 @@ def _resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any
 
 
 def _run(
-    resolved: Any, out: Path, *, init_from: Path | None, resume: bool, overwrite: bool
+    resolved: Any,
+    out: Path,
+    hub: dict[str, Any],
+    *,
+    init_from: Path | None,
+    resume: bool,
+    overwrite: bool,
 ) -> None:
     """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
     from afina.models.hub import load
@@ -118,6 +129,7 @@ def _run(
         dtype=settings.train.dtype,
         device=settings.train.device,
         revision=settings.revision,
+        **hub,
     )
     # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it here.
     edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
