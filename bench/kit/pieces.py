@@ -52,11 +52,16 @@ def run_piece(worker: str, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     if done is not None:
         return done
     write_json(folder / "job.json", job)
-    with only_one(), (folder / "log").open("a", encoding="utf-8") as log:
+    with only_one() as lock, (folder / "log").open("a", encoding="utf-8") as log:
         began = time.monotonic()
         command = [sys.executable, "-m", MODULES[worker], str((folder / "job.json").resolve())]
         status = subprocess.run(
-            command, cwd=ROOT, env=environment(job), stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=environment(job),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[lock],
         )
     done = result_of(folder)
     if status.returncode or done is None:
@@ -81,12 +86,15 @@ def environment(job: dict[str, Any]) -> dict[str, str]:
 
 
 @contextmanager
-def only_one() -> Iterator[None]:
-    """Waits until no other bench on this machine has a worker running; the system frees it when a process dies."""
+def only_one() -> Iterator[int]:
+    """Waits until no other bench on this machine has a worker running; yields the lock's file descriptor.
+
+    A worker inherits it: the lock is held until the last of the two is gone, also when the bench alone is killed.
+    """
     with LOCK.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"  waiting for another bench ({LOCK})", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
