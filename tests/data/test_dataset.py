@@ -87,6 +87,13 @@ def test_rows_left_without_a_label_are_dropped_and_counted() -> None:
     assert [row.id for row in cut.rows] == [0]
 
 
+def test_a_label_that_nothing_predicts_is_none() -> None:
+    """An empty text is its end token alone, and the first token of a row has nothing before it."""
+    prepared = ready({"text": ""}, {"text": "Paris"}, chat=None)
+    assert prepared.report.dropped == {"no trained token": 1}
+    assert prepared.report.trained_tokens == prepared.rows[0].trained_tokens
+
+
 def test_none_left_is_an_error_with_the_counts() -> None:
     alone = {"messages": [{"role": "user", "content": "Hi"}]}
     with pytest.raises(DataError, match="no row is left to train on") as caught:

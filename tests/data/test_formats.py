@@ -82,6 +82,12 @@ def test_a_system_column_opens_the_conversation(name: str) -> None:
     assert list(example.messages) == [{"role": "system", "content": "Be brief."}, *messages]
 
 
+def test_a_system_turn_in_the_conversation_goes_before_the_column() -> None:
+    own = {"role": "system", "content": "Mine."}
+    _, [example] = examples({"messages": [own, USER, BOT], "system": "Other."})
+    assert list(example.messages) == [own, USER, BOT]
+
+
 def test_text_and_classes() -> None:
     assert examples({"text": "a"})[1][0].text == "a"
     format, [example] = examples({"text": "a", "label": 3})
