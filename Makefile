@@ -46,7 +46,7 @@ format-check: $(READY)
 
 lint: $(READY)  ## ruff and the spelling of what people read
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests bench docs README.md CHANGELOG.md CONTRIBUTING.md
+	$(BIN)/codespell src tests bench demo docs README.md CHANGELOG.md CONTRIBUTING.md
 
 floors: $(READY)  ## which room may import which
 	$(BIN)/lint-imports --no-cache
