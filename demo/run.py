@@ -73,7 +73,8 @@ def main(words: Sequence[str] | None = None) -> int:
     console.print(f".venv/bin/afina chat {out} --system '{SYSTEM}' --beside-base", markup=False)
     console.print(f".venv/bin/afina eval {out} {test_file}", markup=False)
     console.print(f".venv/bin/afina train {MODEL} your.jsonl -o runs/yours", markup=False)
-    return 0 if after.exact_match > max(0.5, before.exact_match) else 1
+    learnt = (after.exact_match or 0.0) > max(0.5, before.exact_match or 0.0)
+    return 0 if learnt else 1
 
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
