@@ -323,3 +323,23 @@ def test_the_room_is_the_function() -> None:
     assert callable(afina.train)
     with pytest.raises(RunError, match="nothing would train"):
         afina.train(model, None, [], afina.Edit(model, []), "never-made")
+
+
+def test_rows_may_be_dictionaries_and_shared_ones_are_named(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listen(Silent):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    rows = [{"prompt": f"say {i}", "completion": str(i)} for i in range(6)]
+    found = run(
+        tmp_path / "run",
+        data=rows,
+        val=[rows[2], {"prompt": "new", "completion": "9"}],
+        steps=1,
+        options={"reporter": Listen()},
+    )
+    assert any("6 of 6 kept" in text for text in said)
+    assert any("1 validation rows are also training rows" in text for text in said)
+    assert len(json.loads((found.folder / "data.json").read_text())) == 2

@@ -16,8 +16,8 @@ from afina.data.dataset import prepare
 from afina.data.order import steps_in, windows
 from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
-from afina.data.settings import DataSettings
-from afina.data.split import split
+from afina.data.settings import DataSettings, Role
+from afina.data.split import shared, split
 from afina.errors import RunError
 from afina.models.forward import packing, to_device, token_losses, trained_logits
 from afina.models.generate import stop_ids
@@ -58,6 +58,11 @@ def _name(source: Any) -> str:
     return str(source) if isinstance(source, str | Path) else "(rows given in Python)"
 
 
+def are_rows(source: Any) -> bool:
+    """Whether `source` is prepared rows already, and not something to read."""
+    return isinstance(source, Sequence) and all(isinstance(item, Row) for item in source)
+
+
 @dataclass
 class Job:
     """One call of `train`, in the order of a run."""
@@ -75,6 +80,13 @@ class Job:
         rows, val_rows, reports = self._rows(data, val)
         for line in (line for report in reports for line in report.lines()):
             say.say(line)
+        pairs = shared(rows, val_rows)
+        if pairs:
+            one, other = pairs[0]
+            say.say(
+                f"warning: {len(pairs)} validation rows are also training rows, so their score is too "
+                f"good (row {one.source or one.id} is {other.source or other.id})"
+            )
         say.say(self.edit.summary())
         self.lengths = [len(row.tokens) for row in rows]
         self.total_steps = self._total_steps()
@@ -92,8 +104,8 @@ class Job:
         context = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         reports: list[DataReport] = []
 
-        def read(source: Any, role: Any) -> list[Row]:
-            if not isinstance(source, str | Path):
+        def read(source: Any, role: Role) -> list[Row]:
+            if are_rows(source):
                 return list(source)
             found = prepare(
                 source,

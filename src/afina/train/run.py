@@ -19,11 +19,11 @@ from afina.types import Row
 def train(
     model: nn.Module,
     tokenizer: Any,
-    data: str | Path | Sequence[Row],
+    data: str | Path | Sequence[Row] | Sequence[Mapping[str, Any]],
     edit: Edit,
     out: str | Path,
     *,
-    val: str | Path | Sequence[Row] | None = None,
+    val: str | Path | Sequence[Row] | Sequence[Mapping[str, Any]] | None = None,
     settings: TrainSettings | None = None,
     options: RunOptions | None = None,
     **overrides: Any,
@@ -33,7 +33,7 @@ def train(
     Args:
         model: a causal language model, changed by `afina.apply`.
         tokenizer: the model's.
-        data: a file, folder or hub data set, or prepared rows.
+        data: a file, folder or hub data set, dictionaries as a file's rows would be, or prepared rows.
         edit: from `afina.apply`.
         out: the run's folder; must be new or empty, unless the options say otherwise.
         val: validation data; None holds out a share of `data` if the data settings say so.
