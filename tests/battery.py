@@ -96,8 +96,10 @@ def bert() -> BertForMaskedLM:
 
 def mixtral() -> MixtralForCausalLM:
     """Experts fused into tensors of three dimensions, and a router."""
+    eager: dict[str, Any] = {"experts_implementation": "eager"}  # the fused kernels have no fp64
     return MixtralForCausalLM(
         MixtralConfig(
+            **eager,
             vocab_size=VOCABULARY,
             hidden_size=16,
             intermediate_size=12,
@@ -105,7 +107,6 @@ def mixtral() -> MixtralForCausalLM:
             num_attention_heads=4,
             num_key_value_heads=2,
             num_local_experts=4,
-            experts_implementation="eager",  # the fused kernels have no fp64
             num_experts_per_tok=2,
             max_position_embeddings=64,
             initializer_range=0.3,

@@ -32,10 +32,9 @@ def mamba() -> Any:
 
 
 def classifier() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=40, num_attention_heads=2, num_labels=3, **sizes)
-    )
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 40, "num_attention_heads": 2, "num_labels": 3}
+    return BertForSequenceClassification(BertConfig(**sizes))
 
 
 STACKS: dict[str, list[str]] = {

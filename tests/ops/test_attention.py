@@ -48,11 +48,12 @@ def padded(lengths: list[int]) -> Context:
     return Context(torch.tensor(segments), torch.arange(longest).expand(len(lengths), -1))
 
 
-def qkv(context: Context, heads: int, shared: int, width: int = 4) -> list[Tensor]:
+def qkv(context: Context, heads: int, shared: int, width: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     lines, length = context.segments_BT.shape
     sizes = [(lines, h, length, width) for h in (heads * shared, heads, heads)]
-    return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes]
+    q, k, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes)
+    return q, k, v
 
 
 @given(
@@ -123,10 +124,10 @@ def test_a_row_leaves_the_others_bitwise(
     context = make([3, 5, 1, 4])
     q, k, v = (x.detach() for x in qkv(context, 2, 2))
     mine = (context.segments_BT == 1)[:, None, :, None]
-    changed = [torch.where(mine, x + 1.0 + x.abs() * 3, x) for x in (q, k, v)]
+    q2, k2, v2 = (torch.where(mine, x + 1.0 + x.abs() * 3, x) for x in (q, k, v))
     given_: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap}
     one = attention.rows_attention(q, k, v, context, **given_)
-    other = attention.rows_attention(*changed, context, **given_)
+    other = attention.rows_attention(q2, k2, v2, context, **given_)
     others = ((context.segments_BT >= 0)[:, None, :, None] & ~mine).expand_as(one)
     assert torch.equal(one[others], other[others])
     assert not torch.equal(one[mine.expand_as(one)], other[mine.expand_as(one)])
