@@ -26,7 +26,8 @@ class Job:
         save: keep the adapter, and checkpoints on the way: a quality run, not a window.
         batch: rows of one optimiser step.
         lr: peak learning rate, then linear to 0.
-        warmup_steps: of the learning rate.
+        warmup_steps: of the learning rate; with none, both tools have the same rate at every step (the Trainer's
+            warm-up begins at 0, afina's above it).
         rank: of LoRA, on all linears of the blocks.
         alpha: of LoRA.
         threads: CPU threads.
@@ -44,7 +45,7 @@ class Job:
     save: bool = False
     batch: int = 16
     lr: float = 1e-3
-    warmup_steps: int = 5
+    warmup_steps: int = 0
     rank: int = 16
     alpha: int = 32
     threads: int = 2

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from afina.data.order import order
 from bench.kit.jobs import Job, read_job, write_job
@@ -76,3 +77,26 @@ def test_split_steps_keep_their_rows_and_sort_them_by_length() -> None:
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
     job = replace(JOB, folder=str(tmp_path / "piece"))
     assert read_job(write_job(job)) == job
+
+
+def test_without_warm_up_both_tools_have_the_same_rate_at_every_step() -> None:
+    from torch import nn, optim
+    from transformers import get_linear_schedule_with_warmup
+
+    from afina.optim.schedules import factor
+
+    def pair(warmup: int) -> tuple[list[float], list[float]]:
+        optimiser = optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        theirs = get_linear_schedule_with_warmup(optimiser, warmup, 12)
+        ours = [factor(k, total_steps=12, warmup_steps=warmup, kind="linear") for k in range(12)]
+        rates: list[float] = []
+        for _ in range(12):
+            rates.append(theirs.get_last_lr()[0])
+            optimiser.step()
+            theirs.step()
+        return ours, rates
+
+    ours, theirs = pair(Job.warmup_steps)
+    assert ours == pytest.approx(theirs, abs=1e-12)
+    ours, theirs = pair(5)
+    assert ours[0] > theirs[0] == 0

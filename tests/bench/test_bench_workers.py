@@ -56,7 +56,7 @@ def side(work: Path, model: Path, rows: Rows, *arguments: str) -> SideBySide:
 
 
 def losses(at: SideBySide, job: Job, kind: str) -> list[float]:
-    folder = at.train(replace(job, batch=4, steps=3, warmup_steps=0, lr=1e-2), kind)
+    folder = at.train(replace(job, batch=4, steps=3, lr=1e-2), kind)
     assert folder is not None, at.failures
     return [note["loss"] for note in read_notes(folder)]
 
