@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	  || { echo "afina needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "$(PYTHON) -m venv failed; on Debian: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --quiet --prefer-binary -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --prefer-binary -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)  ## teach SmolLM2-135M to turn requests into JSON calls, then compare before and after

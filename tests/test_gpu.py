@@ -18,7 +18,7 @@ from torch import Tensor
 import afina
 from tests.tiny import byte_tokenizer, row, tiny_llama
 
-STEPS = 8
+STEPS = 4
 
 
 @dataclass(frozen=True)
