@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     console.rule("5. after")
     after = afina.evaluate(model, tokenizer, rows, settings)
-    console.print(_beside(before, after, console))
+    console.print(_beside(rows, before, after))
     console.print(
         f"exact match on unseen wordings: before {before.exact_match:.2f}, "
         f"after [bold]{after.exact_match:.2f}[/bold] "
@@ -70,9 +70,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     console.print(f"plot: {_plot(out, before, after)}")
     console.rule("what to type next")
-    console.print(f".venv/bin/afina chat {out} --system '{SYSTEM}' --beside-base", markup=False)
-    console.print(f".venv/bin/afina eval {out} {test_file}", markup=False)
-    console.print(f".venv/bin/afina train {MODEL} your.jsonl -o runs/yours", markup=False)
+    for command in (
+        f"chat {out} --system '{SYSTEM}' --beside-base",
+        f"eval {out} {test_file}",
+        f"train {MODEL} your.jsonl -o runs/yours",
+    ):
+        console.print(f".venv/bin/afina {command}", markup=False, highlight=False, soft_wrap=True)
     learnt = (after.exact_match or 0.0) > max(0.5, before.exact_match or 0.0)
     return 0 if learnt else 1
 
@@ -92,20 +95,21 @@ def _scoring() -> Any:
     return afina.EvalSettings(answers=answers)
 
 
-def _beside(before: Any, after: Any, console: Any) -> Any:
+def _beside(rows: Sequence[Any], before: Any, after: Any) -> Any:
     """Three requests with the answers before and after."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("request", "before", "after", "wanted", show_lines=True)
-    for one, two in list(zip(before.rows, after.rows, strict=True))[:3]:
-        request = one["prompt"] if isinstance(one["prompt"], str) else one["prompt"][-1]["content"]
+    for row, one, two in list(zip(rows, before.rows, after.rows, strict=True))[:3]:
+        request = row.meta["prompt"][-1]["content"]
         cells = (request, _short(one["completion"]), _short(two["completion"]), one["reference"])
         table.add_row(*map(escape, cells))
     return table
 
 
 def _short(text: str) -> str:
+    """One line of at most 90 letters."""
     text = " ".join(text.split())
     return text if len(text) <= 90 else text[:89] + "…"
 
