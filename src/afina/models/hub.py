@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from ..errors import ModelError, nearest
 from . import demo, gguf, remote
 from .precision import choose, parse_device
+from .strict import check_loaded
 from .tokenizer import repair_pad
 
 log = logging.getLogger(__name__)
@@ -237,11 +238,13 @@ def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int
         # A new head's values must not depend on what was drawn before, nor change what is drawn after.
         with torch.random.fork_rng(devices=[]), quiet():
             torch.manual_seed(0)
-            return classes[kind].from_pretrained(
+            model, loaded = classes[kind].from_pretrained(
                 folder,
                 config=config,
                 dtype=base,
                 use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded judges them
                 trust_remote_code=False,
                 local_files_only=True,
             )
@@ -252,6 +255,8 @@ def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int
             wanted=f"weights that fit {(config.architectures or ['the config'])[0]}",
             cure="check that the files are whole and belong together; task=… sets another kind",
         ) from error
+    check_loaded(folder, loaded, new_head=kind != "causal")
+    return model
 
 
 def _tokenizer(folder: Path) -> Any:
