@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .cache import PLACES
 from .jobs import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -27,14 +28,24 @@ def result_of(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text("utf-8")) if path.exists() else None
 
 
-def newest(work: Path, name: str) -> Path | None:
-    """The finished piece of that name that was finished last, whatever its key."""
-    found = [path.parent for path in work.glob(f"{name}-*/result.json") if _named(path, name)]
+def newest(work: Path, name: str, job: dict[str, Any]) -> Path | None:
+    """The piece of that name and that job which was finished last, whatever version of the tool it is of."""
+    found = [
+        path.parent
+        for path in work.glob(f"{name}-*/result.json")
+        if path.parent.name.rpartition("-")[0] == name
+        and what(json.loads((path.parent / "job.json").read_text("utf-8"))) == what(job)
+    ]
     return max(found, key=lambda folder: (folder / "result.json").stat().st_mtime, default=None)
 
 
-def _named(result: Path, name: str) -> bool:
-    return result.parent.name.rpartition("-")[0] == name
+def what(job: dict[str, Any]) -> dict[str, Any]:
+    """A job without where it is done: a rows file's name holds its hash, an adapter's folder the key of its run."""
+    kept = {key: value for key, value in job.items() if key not in PLACES and key != "adapter"}
+    kept["rows"] = Path(job["rows"]).name
+    if "adapter" in job:
+        kept["adapter"] = Path(job["adapter"]).parent.name
+    return kept
 
 
 def run_piece(worker: str, folder: Path, job: dict[str, Any]) -> dict[str, Any]:

@@ -59,21 +59,29 @@ def make_rows(folder: Path, tokenizer: Any, train_rows: int, test_rows: int) -> 
     from afina.data.dataset import prepare
     from afina.data.settings import DataSettings
 
-    train = prepare(folder / "train.jsonl", tokenizer, DataSettings(), role="train").rows
-    test = prepare(folder / "test.jsonl", tokenizer, DataSettings(), role="eval").rows
-    random.Random(0).shuffle(train)
+    # Shuffled and cut before they are tokenised: most rows of a large file are never needed.
+    lines = read_lines(folder / "train.jsonl")
+    random.Random(0).shuffle(lines)
+    train = prepare(lines[:train_rows], tokenizer, DataSettings(), role="train").rows
+    lines = read_lines(folder / "test.jsonl")[:test_rows]
+    test = prepare(lines, tokenizer, DataSettings(), role="eval").rows
     pairs = [
         (
             list(row.tokens),
             [t if label else IGNORE for t, label in zip(row.tokens, row.trained, strict=True)],
         )
-        for row in train[:train_rows]
+        for row in train
     ]
     asked = [
         {"ids": list(row.tokens[: row.prompt_tokens]), "reference": row.meta["reference"]}
-        for row in test[:test_rows]
+        for row in test
     ]
     return Rows(folder.name, pairs, asked)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The values of a jsonl file, one a line."""
+    return [json.loads(line) for line in file.read_text("utf-8").split("\n") if line.strip()]
 
 
 def write_rows(path: Path, rows: Rows) -> None:

@@ -35,7 +35,7 @@ class Windows:
     batch: int = 16
 
 
-QUICK = Windows(count=3, steps=3, warm=1, batch=4)
+QUICK = Windows(count=2, steps=3, warm=1, batch=4)
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,17 @@ class SideBySide:
 
     def answers(self, variant: Variant, trained: Path, seed: int) -> list[str] | None:
         """The tuned model's answers to the test rows."""
-        job = {
+        job = self.answers_job(variant, trained)
+        contents = [self.rows.hash, self.model_hash, model_hash(trained / "adapter")]
+        key = content_hash([job["dtype"], MAX_NEW_TOKENS, *contents])
+        name = f"{self.rows.work}-answers-{variant.tool}-{variant.setting}-{seed}"
+        folder = self.piece("answers", name, key, job, variant.tool)
+        result = None if folder is None else result_of(folder)
+        return None if result is None else result["answers"]
+
+    def answers_job(self, variant: Variant, trained: Path) -> dict[str, Any]:
+        """The job of answering with the adapter of a trained piece, without its folder."""
+        return {
             "dtype": variant.knobs["dtype"],
             "max_new_tokens": MAX_NEW_TOKENS,
             "threads": self.options.threads,
@@ -264,12 +274,6 @@ class SideBySide:
             "adapter": str(trained / "adapter"),
             "rows": str(self.rows_file),
         }
-        contents = [self.rows.hash, self.model_hash, model_hash(trained / "adapter")]
-        key = content_hash([job["dtype"], MAX_NEW_TOKENS, *contents])
-        name = f"{self.rows.work}-answers-{variant.tool}-{variant.setting}-{seed}"
-        folder = self.piece("answers", name, key, job, variant.tool)
-        result = None if folder is None else result_of(folder)
-        return None if result is None else result["answers"]
 
     # --- pieces ---
 
@@ -304,7 +308,7 @@ class SideBySide:
     ) -> Path | None:
         """The folder of a finished piece: found by its key, or run if it is wanted now."""
         if self.options.cached:
-            return newest(self.work, name)
+            return newest(self.work, name, job)
         folder = self.work / f"{name}-{key}"
         if result_of(folder) is not None:
             return folder

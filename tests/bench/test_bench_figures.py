@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.kit.answers import first_field, score
+from bench.kit.jobs import write_job, write_json
 from bench.kit.meter import (
     Notes,
     last_tenth_loss,
@@ -120,16 +122,18 @@ def test_weights_are_bf16_only_where_that_is_fast() -> None:
 def test_figures_come_from_finished_pieces_and_a_missing_side_stays_empty(tmp_path: Path) -> None:
     rows = Rows("tiny", [([1, 2], [-100, 2])], [{"ids": [1], "reference": CALLS[0]}])
     options = parse("", ["--work", str(tmp_path), "--cached", "--seed", "0", "--only", "quality"])
-    run = tmp_path / "tiny-quality-afina-default-0-key"
-    run.mkdir()
+    side = SideBySide(options, rows, str(tmp_path), fast_bf16=False)
+    ours = next(each for each in quality_variants(fast_bf16=False) if each.tool == "afina")
+    run, answers = (
+        tmp_path / f"tiny-{kind}-afina-default-0-key" for kind in ("quality", "answers")
+    )
+    write_job(replace(side.job(ours, 0, 120, 0, 16), save=True, folder=str(run)))
     for step in range(1, 21):
         Notes(str(run)).write(step, 2.0 / step, 20, 10, 0.0)
-    (run / "result.json").write_text('{"peak_bytes": 1}')
     (run / "adapter").mkdir()
-    answers = tmp_path / "tiny-answers-afina-default-0-key"
-    answers.mkdir()
+    (run / "result.json").write_text('{"peak_bytes": 1}')
+    write_json(answers / "job.json", side.answers_job(ours, run))
     (answers / "result.json").write_text(json.dumps({"answers": [CALLS[0]]}))
-    side = SideBySide(options, rows, str(tmp_path), fast_bf16=False)
     found = {f.metric: (f.setting, f.value, f.peer_value) for f in side.figures()}
     assert found["loss, first step"] == ("usual, seed 0", 2.0, None)
     assert found["loss, last tenth"][1] == pytest.approx((2 / 19 + 2 / 20) / 2)

@@ -90,14 +90,32 @@ def test_a_failed_worker_is_an_error_with_the_end_of_its_log(worker: Path) -> No
     assert pieces.result_of(worker / "bad-k") is None
 
 
-def test_newest_takes_the_last_finished_of_exactly_that_name(tmp_path: Path) -> None:
-    for at, name in enumerate(("run-a-1", "run-a-2", "run-a-b-3", "run-a-4")):
-        (tmp_path / name).mkdir()
-        if name != "run-a-4":
-            (tmp_path / name / "result.json").write_text("{}")
-            os.utime(tmp_path / name / "result.json", (at, at))
-    assert pieces.newest(tmp_path, "run-a") == tmp_path / "run-a-2"
-    assert pieces.newest(tmp_path, "run-c") is None
+def test_newest_takes_the_last_finished_of_exactly_that_name_and_job(tmp_path: Path) -> None:
+    def made(name: str, at: int, finished: bool = True, **changes: object) -> None:
+        folder = tmp_path / name
+        of = {"rows": "/x/rows-1.json", "lr": 0.1, "folder": str(folder)} | changes
+        pieces.write_json(folder / "job.json", of)
+        if finished:
+            (folder / "result.json").write_text("{}")
+            os.utime(folder / "result.json", (at, at))
+
+    made("run-a-1", 1)
+    made("run-a-2", 2)
+    made("run-a-b-3", 3)
+    made("run-a-4", 4, lr=0.2)
+    made("run-a-5", 5, rows="/x/rows-2.json")
+    made("run-a-6", 6, finished=False)
+    wanted = {"rows": "/elsewhere/rows-1.json", "lr": 0.1, "folder": "", "threads": 7}
+    assert pieces.newest(tmp_path, "run-a", wanted) == tmp_path / "run-a-2"
+    assert pieces.newest(tmp_path, "run-c", wanted) is None
+
+
+def test_answers_belong_to_the_run_whose_adapter_they_used() -> None:
+    one, same, other = (
+        {"rows": "rows-1.json", "adapter": adapter}
+        for adapter in ("/a/run-k/adapter", "/b/run-k/adapter", "/a/run-l/adapter")
+    )
+    assert pieces.what(one) == pieces.what(same) != pieces.what(other)
 
 
 def test_every_tool_gets_the_same_environment() -> None:

@@ -10,7 +10,7 @@ from afina.data.order import order
 from bench.kit.jobs import Job, read_job, write_job
 from bench.kit.ours import arranged
 from bench.kit.peer import step_order
-from bench.kit.rows import Rows, read_rows, sequence, trained_tokens, write_rows
+from bench.kit.rows import Rows, make_rows, read_rows, sequence, trained_tokens, write_rows
 
 ROWS = Rows(
     "tiny",
@@ -100,3 +100,27 @@ def test_without_warm_up_both_tools_have_the_same_rate_at_every_step() -> None:
     assert ours == pytest.approx(theirs, abs=1e-12)
     ours, theirs = pair(5)
     assert ours[0] > theirs[0] == 0
+
+
+def test_rows_of_a_folder_are_shuffled_cut_and_masked(tmp_path: Path) -> None:
+    import json
+    import random
+
+    from tests.tiny import byte_tokenizer
+
+    lines = [{"prompt": f"p{number}", "completion": f"c{number}"} for number in range(9)]
+    for name in ("train", "test"):
+        text = "\n".join(json.dumps(line) for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
+    tokenizer = byte_tokenizer()
+    made = make_rows(tmp_path, tokenizer, 4, 2)
+    random.Random(0).shuffle(lines)
+    for (ids, labels), line in zip(made.train, lines[:4], strict=True):
+        assert line["prompt"] in tokenizer.decode(ids)
+        assert (
+            tokenizer.decode([x for x in labels if x != -100]) == line["completion"] + "<|im_end|>"
+        )
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    assert [row["reference"] for row in made.test] == ["c0", "c1"]
+    assert tokenizer.decode(made.test[1]["ids"]).endswith("p1<|im_end|>\n<|im_start|>assistant\n")
+    assert made.work == tmp_path.name
