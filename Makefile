@@ -59,7 +59,12 @@ fast: $(READY)
 
 bench: $(READY)  ## every figure of the README, beside the peers (ARGS=--quick: minutes instead of an hour)
 	@set -e; for script in bench/*.py; do \
-	  case $$script in bench/gpu.py) continue;; esac; echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	  case $$script in \
+	    bench/gpu.py) continue;; \
+	    bench/llamacpp.py) $(BIN)/python -c 'import llama_cpp' 2>/dev/null \
+	      || { echo "== $$script left out: it needs llama-cpp-python"; continue; };; \
+	  esac; \
+	  echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 gpu: $(READY)  ## CPU and GPU agree; says so and ends well where there is no GPU
 	$(BIN)/python bench/gpu.py $(ARGS)
