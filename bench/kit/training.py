@@ -128,7 +128,7 @@ def bench(options: argparse.Namespace) -> int:
     side = SideBySide(options, rows, str(model), fast_bf16() is not None)
     write_rows(side.rows_file, rows)
     figures = list(side.figures())
-    print(table(figures))
+    print(table(figures) if figures else "nothing is there yet")
     for line in verdicts(figures):
         print(line)
     if options.json:
@@ -178,11 +178,13 @@ class SideBySide:
         return {tool: tool_version(tool) for tool in ("peer", "afina")}
 
     def figures(self) -> Iterator[Figure]:
-        """All figures that can be had, running what is wanted for them."""
+        """All figures that either side has, running what is wanted for them."""
+        found: list[Figure] = []
         if self.options.only != "quality":
-            yield from self.speed_figures()
+            found += self.speed_figures()
         if self.options.only != "windows" and not self.options.quick:
-            yield from self.quality_figures()
+            found += self.quality_figures()
+        return (f for f in found if f.value is not None or f.peer_value is not None)
 
     # --- speed and memory ---
 
