@@ -117,6 +117,15 @@ def test_a_line_separator_inside_json_cuts_no_row(tmp_path: Path) -> None:
     assert found(path) == [(f"{path}:1", {"text": "a\u2028b\u0085cd"})]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_not_a_number_is_nothing_and_a_bare_text_is_a_row(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, name, '[{"a": NaN, "b": [-Infinity]}, "c"]')
+    if name == "a.jsonl":
+        write(tmp_path, name, '{"a": NaN, "b": [-Infinity]}\n"c"')
+    assert [row for _, row in found(path)] == [{"a": None, "b": [None]}, {"text": "c"}]
+    assert [row for _, row in found([{"a": float("nan"), "b": 1.5}])] == [{"a": None, "b": 1.5}]
+
+
 def test_lists_of_paths_and_of_rows(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a.jsonl", jsonl(ROWS[:1])), write(tmp_path, "b.json", json.dumps(ROWS))
     assert [at for at, _ in found([a, str(b)])] == [f"{a}:1", f"{b}:1", f"{b}:1"]

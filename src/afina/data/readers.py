@@ -21,7 +21,12 @@ from afina.errors import DataError
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 
-_DECODER = json.JSONDecoder()
+
+def _missing(name: str) -> None:
+    """NaN and the infinities, which other programs write for a value they do not have: nothing."""
+
+
+_DECODER = json.JSONDecoder(parse_constant=_missing)
 _SPACE = " \t\r\n"
 
 
@@ -30,7 +35,9 @@ def text_of(path: Path) -> str:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read", got=error) from error
+        raise DataError(
+            f"{path} cannot be read", got=getattr(error, "strerror", None) or error
+        ) from error
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         return raw.decode(encoding)
@@ -59,7 +66,7 @@ def _jsonl_rows(path: Path, text: str) -> Rows:
         if not piece:
             continue
         try:
-            value = json.loads(piece)
+            value = json.loads(piece, parse_constant=_missing)
         except json.JSONDecodeError as error:
             whole = line == 1 and piece in ("{", "[")
             raise DataError(
@@ -74,6 +81,9 @@ def _jsonl_rows(path: Path, text: str) -> Rows:
 
 
 def _object(path: Path, line: int, value: Any) -> dict[str, Any]:
+    """The columns of a row; a string alone is a text, as a line of a .txt file is."""
+    if isinstance(value, str):
+        return {"text": value}
     if not isinstance(value, dict):
         raise DataError(
             f"{path}:{line}: a row must be an object of columns",

@@ -5,6 +5,7 @@ Every row keeps its place ("calls.jsonl:17"), so that any later complaint can na
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,12 +71,18 @@ def read(source: Source, settings: DataSettings, role: Role = "train") -> Read:
             found = (row for path in paths for row in _one(path, settings, role, notes))
         else:
             name, found = "rows given in Python", _given(given)
-    rows = [RawRow(i, at, cols) for i, (at, cols) in enumerate(islice(found, settings.max_rows))]
+    taken = enumerate(islice(found, settings.max_rows))
+    rows = [RawRow(i, at, {k: _value(v) for k, v in cols.items()}) for i, (at, cols) in taken]
     if not rows:
         raise DataError(f"{name}: no rows", wanted="at least one row")
     if settings.max_rows is not None and len(rows) == settings.max_rows:
         notes.append(f"only the first {len(rows)} rows were read (data.max_rows)")
     return Read(rows, name, tuple(notes))
+
+
+def _value(value: Any) -> Any:
+    """A column's value; NaN and the infinities, which tables have for "nothing here", become None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 Placed = Iterator[tuple[str, dict[str, Any]]]
