@@ -82,6 +82,20 @@ def test_a_run_answers_with_its_adapter(model: Path, tmp_path: Path) -> None:
     assert answers[run] != answers[model]
 
 
+def test_a_run_reads_prompts_with_its_columns_and_tools(model: Path, tmp_path: Path) -> None:
+    run = save_run(
+        tmp_path / "run",
+        model,
+        settings="data: {source: t.csv, columns: {prompt: ask, completion: reply}}\n",
+    )
+    prompts, out = tmp_path / "p.csv", tmp_path / "o.jsonl"
+    prompts.write_text("ask,reply\none,1\n", encoding="utf-8")
+    words = ["generate", str(run), str(prompts), "-o", str(out), "--max-new-tokens", "3", *HERE]
+    assert cli.main(words) == 0
+    assert [row["prompt"] for row in lines_of(out)] == ["one"]
+    assert cli.main(["generate", str(model), *words[2:], "--force"]) == 3
+
+
 def test_an_output_is_never_replaced_unasked(
     yes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,16 +1,15 @@
-"""What several verbs need: which model and adapter a name means, prompts from a file, and plain tables."""
+"""What several verbs need: which model and adapter a name means, and plain tables."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from afina.config.document import read_file
-from afina.errors import AdapterError, DataError, ModelError, RunError
+from afina.errors import AdapterError, ModelError, RunError
 
 Messages = list[dict[str, Any]]
 """One conversation: {"role", "content"} turns, in the form of chat templates."""
@@ -86,70 +85,6 @@ def _of_adapter(folder: Path) -> Target:
             wanted="base_model_name_or_path",
         )
     return Target(str(base), folder, None, settings.get("revision"))
-
-
-def read_prompts(path: str) -> list[Messages]:
-    """The conversations of a file, each ending where the model is to speak; "-" is the standard input.
-
-    A `.jsonl` or `.json` row is a text, or holds `messages`, `prompt` (with `system`, if any), `instruction` (with
-    `input`) or `text`; assistant turns at its end are left out, since they are the answer. Of any other file each
-    line that is not empty is a prompt.
-
-    Raises:
-        DataError: naming file and line of a row that cannot be read as a prompt, or an empty file.
-    """
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError("The prompts cannot be read", got=f"{path} ({error})") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if path.endswith(".json"):
-        rows = _json(text, path)
-        if not isinstance(rows, list):
-            raise DataError(f"{path}: not a list of prompts", got=type(rows).__name__)
-        prompts = [_messages(row, f"{path}, row {n}") for n, row in enumerate(rows, 1)]
-    elif path.endswith(".jsonl"):
-        prompts = [
-            _messages(_json(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines
-        ]
-    else:
-        prompts = [_messages(line.strip(), path) for _, line in lines]
-    if not prompts:
-        raise DataError("There are no prompts", got=path)
-    return prompts
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON", got=str(error)) from None
-
-
-def _messages(row: Any, where: str) -> Messages:
-    if isinstance(row, str):
-        return [{"role": "user", "content": row}]
-    columns = row if isinstance(row, dict) else {}
-    messages = columns.get("messages")
-    if isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages):
-        while messages and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        if messages:
-            return messages
-    if isinstance(columns.get("prompt"), list):
-        return _messages({"messages": columns["prompt"]}, where)
-    extra = columns.get("input")
-    for name in ("prompt", "instruction", "text"):
-        if isinstance(columns.get(name), str):
-            content = columns[name] + (f"\n\n{extra}" if name == "instruction" and extra else "")
-            system = columns.get("system")
-            first = [{"role": "system", "content": system}] if system else []
-            return [*first, {"role": "user", "content": content}]
-    raise DataError(
-        f"{where}: no prompt in this row",
-        got=", ".join(map(str, columns)) or type(row).__name__,
-        wanted="messages that do not end with the assistant, prompt, instruction, or text",
-    )
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> str:

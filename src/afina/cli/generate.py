@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from afina.cli.common import read_prompts
+from afina.cli.common import resolve_run
 from afina.cli.loading import (
     Device,
     Dtype,
@@ -16,9 +16,9 @@ from afina.cli.loading import (
     Revision,
     Source,
     Token,
-    as_prompt,
     is_plain,
     load_source,
+    run_settings,
 )
 from afina.cli.output import note, progress, refuse_existing, write_jsonl
 
@@ -33,7 +33,7 @@ EXAMPLES = (
 def command(
     name: Name,
     prompts: Annotated[
-        str, typer.Argument(help="txt, one prompt a line; or jsonl with prompt or messages")
+        str, typer.Argument(help="txt, one prompt a line; or data as train reads it; -")
     ],
     out: Annotated[str, typer.Option("-o", "--out", help="a jsonl file; - is the standard output")],
     force: Annotated[bool, typer.Option("--force", help="replace the output")] = False,
@@ -57,6 +57,7 @@ def command(
     Each line of the output has the prompt, the completion, its number of tokens, and why it stopped. An answer does not
     depend on the batch it was made in. The output appears when all is done, whole.
     """
+    from afina.cli.prompts import columns_of, read_prompts
     from afina.config import GenerateSettings, build
 
     refuse_existing(out, force=force)
@@ -73,16 +74,24 @@ def command(
             "stop": tuple(stop or ()),
         },
     )
-    asked = read_prompts(prompts)
+    asked = read_prompts(prompts, columns_of(run_settings(resolve_run(name))))
     loaded = load_source(Source(name, dtype, device, revision, token, offline))
-    from afina.models.generate import generate
+    from afina.models.generate import encode, generate
 
     without = is_plain(loaded, plain)
     show = progress()
     answers = generate(
         loaded.model,
         loaded.tokenizer,
-        [as_prompt(messages, plain=without) for messages in asked],
+        [
+            encode(
+                loaded.tokenizer,
+                one.as_prompt(plain=without),
+                system=settings.system,
+                tools=one.tools,
+            )
+            for one in asked
+        ],
         settings,
         on_progress=None if show is None else lambda done, total: show("answers", done, total),
     )
@@ -91,12 +100,12 @@ def command(
         (
             {
                 "id": number,
-                "prompt": messages[0]["content"] if len(messages) == 1 else messages,
+                "prompt": one.messages[0]["content"] if len(one.messages) == 1 else one.messages,
                 "completion": answer.text,
                 "tokens": len(answer.tokens),
                 "stop_reason": answer.stop_reason,
             }
-            for number, (messages, answer) in enumerate(zip(asked, answers, strict=True))
+            for number, (one, answer) in enumerate(zip(asked, answers, strict=True))
         ),
     )
     cut = sum(answer.stop_reason == "length" for answer in answers)

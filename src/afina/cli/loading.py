@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from afina.cli.common import Messages, Target, resolve_run
-from afina.errors import ConfigError, DataError, ModelError
+from afina.cli.common import Target, resolve_run
+from afina.errors import ConfigError, ModelError
 
 Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, an adapter, or a model")]
 Dtype = Annotated[str | None, typer.Option(help="fp32, bf16, fp16; default: by device")]
@@ -143,24 +143,6 @@ def run_settings(target: Target) -> dict[str, Any]:
         return {}
     settings = read_file(target.run / "config.yaml").value
     return settings if isinstance(settings, dict) else {}
-
-
-def as_prompt(messages: Messages, *, plain: bool) -> Any:
-    """What `generate` takes: the messages, or for a model without chats the text of the only one.
-
-    Raises:
-        DataError: several messages, and no way to join them.
-    """
-    if not plain:
-        return messages
-    if len(messages) != 1 or not isinstance(messages[0].get("content"), str):
-        raise DataError(
-            "without a chat template a prompt is one text",
-            got=f"messages of {', '.join(str(m.get('role')) for m in messages)}",
-            wanted="a single user message",
-            cure="put all of it into one prompt",
-        )
-    return messages[0]["content"]
 
 
 def is_plain(loaded: Loaded, asked: bool | None) -> bool:
