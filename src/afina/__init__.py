@@ -75,3 +75,7 @@ def __getattr__(name: str) -> Any:
     value = found if whole and not other else getattr(found, other or name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -33,8 +33,14 @@ def check(techniques: Sequence[Technique]) -> list[Technique]:
     """The techniques in the order in which they act.
 
     Raises:
-        TechniqueError: when one is given twice, or two clash.
+        TechniqueError: when one is no technique, one is given twice, or two clash.
     """
+    if isinstance(techniques, Technique) or not all(isinstance(t, Technique) for t in techniques):
+        raise TechniqueError(
+            "this is not a list of techniques",
+            got=repr(techniques),
+            wanted="values such as [afina.LoRA(rank=16)]",
+        )
     keys = [t.key for t in techniques]
     twice = sorted({k for k in keys if keys.count(k) > 1})
     if twice:

@@ -105,6 +105,11 @@ class Edit:
         self._undo: list[Callable[[], None]] = []
         self._undone = False
 
+    @property
+    def undone(self) -> bool:
+        """Whether `undo` has been called."""
+        return self._undone
+
     def attach(self, target: str, technique: Technique, delta: Delta) -> None:
         """Makes `delta` a child of the module `target`, acting on its output.
 

@@ -36,13 +36,17 @@ def test_a_run_leaves_its_folder_and_says_what_to_type_next(
     said = capsys.readouterr().err
     assert "rows     12 of 12 kept" in said
     assert "next: afina chat run" in said
+    assert "validation loss" in said
     assert "step 3: val loss" in said
     assert [line["step"] for line in read_metrics(place / "run")] == [1, 2, 3]
     text = (place / "run" / "config.yaml").read_text()
     assert "rank: 2" in text
     assert "# --rank" in text
     saved = json.loads((place / "run/adapter/adapter_config.json").read_text())
-    assert (saved["base_model_name_or_path"], saved["r"]) == ("tiny", 2)
+    assert (saved["base_model_name_or_path"], saved["r"]) == (
+        str(place / "tiny"),
+        2,
+    )
 
 
 def test_the_written_configuration_makes_the_same_run_again(place: Path) -> None:
@@ -68,6 +72,11 @@ def test_resume_and_init_from_and_overwrite(
     assert main([*trained, "-o", "more", "--init-from", "long", "--steps", "1"]) == 0
     base, more = (read_metrics(place / name)[0]["loss"] for name in ("long", "more"))
     assert more < base - 0.1
+    assert "--init-from" in (place / "more/config.yaml").read_text()
+    # The adapter's own rank and scale go with its weights; others are refused.
+    other = ["-o", "other", "--init-from", "long", "--rank", "4"]
+    assert main([*trained, *other]) == 2
+    assert main(["train", "--resume", "--overwrite", "-o", "run"]) == 2
 
 
 def test_full_fine_tuning_is_a_technique_like_others(place: Path) -> None:
@@ -104,3 +113,21 @@ def test_print_config_shows_every_setting_with_its_origin_and_runs_nothing(
     assert "lr: 0.0003" in shown
     assert "# --lr" in shown
     assert not (place / "run").exists()
+
+
+def test_the_best_answers_choose_the_weights(place: Path) -> None:
+    """`train.best` with generation and packing, as the defaults are."""
+    words = [*COMMON, "--steps", "2", "--val", "rows.jsonl", "--set", "train.eval_every=1"]
+    best = ["--set", "train.best=exact_match", "--set", "eval.answers.max_new_tokens=2"]
+    assert main([*words, *best]) == 0
+    assert all("val_exact_match" in line for line in read_metrics(place / "run"))
+
+
+def test_held_out_rows_are_accounted_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMON, "--steps", "1", "--set", "data.val_fraction=0.4"]) == 0
+    account = json.loads((place / "run/data.json").read_text())["rows"]
+    assert account["train"] + account["validation"] == 12
+    said = f"{account['validation']} rows; {account['train']} train"
+    assert said in capsys.readouterr().err
+    twice = ["--val", "rows.jsonl", "--set", "data.val_fraction=0.4", "--overwrite"]
+    assert main([*COMMON, *twice]) == 2

@@ -158,6 +158,8 @@ def test_a_resume_that_cannot_be_exact_is_refused(tmp_path: Path) -> None:
         ({"lr": 5e-3}, "train.lr"),
         ({"data": ragged_rows(11)}, "the training rows"),
         ({"technique": LoRA(rank=2, alpha=8)}, "techniques.lora.alpha"),
+        ({"model": tiny_llama(seed=7)}, "the base model's weights"),
+        ({"val": ragged_rows(2)}, "the validation rows"),
     ):
         with pytest.raises(RunError, match=named):
             run(tmp_path / "run", options={"resume": True}, **{"steps": 2, **changed})
@@ -342,4 +344,100 @@ def test_rows_may_be_dictionaries_and_shared_ones_are_named(tmp_path: Path) -> N
     )
     assert any("6 of 6 kept" in text for text in said)
     assert any("1 validation rows are also training rows" in text for text in said)
-    assert len(json.loads((found.folder / "data.json").read_text())) == 2
+    account = json.loads((found.folder / "data.json").read_text())
+    assert account["rows"] == {"train": 6, "validation": 2}
+    assert [source["role"] for source in account["sources"]] == ["train", "val"]
+
+
+def test_scores_beyond_the_loss_choose_the_best_with_packing_on(tmp_path: Path) -> None:
+    """Generation inside the validation of a packed run takes the model's own attention."""
+
+    def answers(model: Any, rows: Any) -> dict[str, float]:
+        ids = torch.tensor([row.tokens[:3] for row in rows])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+        assert made.shape == (len(rows), 5)
+        step = len(read_metrics(tmp_path / "run")) + 1
+        return {"exact_match": 0.9 if step == 2 else 0.1}
+
+    found = run(
+        tmp_path / "run",
+        steps=4,
+        eval_every=1,
+        best="exact_match",
+        val=ragged_rows(3, seed=3),
+        options={"evaluate": answers},
+    )
+    assert found.best_step == 2
+    assert found.scores["exact_match"] == 0.9
+    assert found.val_loss == found.scores["loss"]
+
+
+def test_a_stopped_run_is_saved_between_steps_and_goes_on(tmp_path: Path) -> None:
+    """SIGINT in the third of six steps: that step is finished and saved, and the rest is bit for bit."""
+    import os
+    import signal
+
+    def interrupt(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    whole = run(tmp_path / "whole", steps=6)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", steps=6, options={"seams": Seams(after_step=(interrupt,))})
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (tmp_path / "parts/checkpoints/latest").read_text() == "step-000003"
+    rest = run(tmp_path / "parts", steps=6, options={"resume": True})
+    assert same(weights(whole), weights(rest))
+
+
+def test_two_processes_are_kept_out_of_one_folder(tmp_path: Path) -> None:
+    """What another process meets while a run goes on, also when it says overwrite or resume."""
+    from afina.train.folder import claimed
+
+    def intrude(step: int) -> None:
+        for way in ({"overwrite": True, "resume": False}, {"overwrite": False, "resume": True}):
+            with pytest.raises(RunError, match="another process"), claimed(tmp_path / "run", **way):
+                pass
+
+    found = run(tmp_path / "run", steps=2, options={"seams": Seams(after_step=(intrude,))})
+    assert len(read_metrics(found.folder)) == 2
+    with claimed(tmp_path / "run", overwrite=False, resume=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"early_stopping": 2}, "train.early_stopping would do nothing"),
+        ({"eval_every": 2}, "train.eval_every would do nothing"),
+        ({"early_stopping": 2, "val": ragged_rows(2)}, "only evaluation is at the end"),
+        ({"data": []}, "not data"),
+        ({"data": None}, "not data"),
+        ({"data": ragged_rows(2, untrained=(0, 1))}, "not one token"),
+        ({"val": ragged_rows(2, untrained=(0, 1))}, "not one token of the validation"),
+        ({"data": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]}, "have a class"),
+    ],
+)
+def test_what_would_train_or_do_nothing_is_refused(
+    tmp_path: Path, given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(afina.AfinaError, match=named):
+        run(tmp_path / "run", steps=2, **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_edit_that_is_undone_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, other = tiny_llama(), tiny_llama()
+    edit = apply(model, [LoRA(rank=2)])
+    with pytest.raises(RunError, match="another model"):
+        train(other, None, ragged_rows(2), edit, tmp_path / "run", steps=1)
+    edit.undo()
+    with pytest.raises(RunError, match="undone"):
+        train(model, None, ragged_rows(2), edit, tmp_path / "run", steps=1)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match="lies in a file"):
+        run(tmp_path / "file" / "run", steps=1)

@@ -63,6 +63,11 @@ def command(
 
     if out is None and not print_config:
         raise ConfigError("there is no folder for the run", cure="name one: -o runs/my-run")
+    if resume and (overwrite or init_from is not None):
+        raise ConfigError(
+            "--resume goes on with a run as it is",
+            cure="leave out --overwrite and --init-from",
+        )
     if resume and out is not None:
         config = config or out / "config.yaml"
     flags: dict[str, Any] = {
@@ -119,6 +124,7 @@ def _run(
     from afina.train.report import reporter
     from afina.train.run import train
 
+    resolved = _with_absolute_paths(resolved)
     settings = resolved.config
     check(settings.techniques)
     folder.refuse_used(out, resume=resume, overwrite=overwrite)
@@ -131,10 +137,11 @@ def _run(
         revision=settings.revision,
         **hub,
     )
-    # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it here.
-    edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
-    if init_from is not None:
-        _start_from(edit, init_from)
+    if init_from is None:
+        # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it.
+        edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
+    else:
+        edit, resolved = _start_from(model, resolved, init_from)
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
@@ -154,19 +161,71 @@ def _run(
         settings=settings.train,
         options=options,
     )
-    score = f", validation loss {run.val_loss:.4f}" if run.val_loss is not None else ""
-    say.say(f"done: {run.steps} steps, loss {run.loss:.4f} over the last tenth{score}")
+    scores = "".join(f", validation {name} {value:.4f}" for name, value in run.scores.items())
+    steps = "1 step" if run.steps == 1 else f"{run.steps} steps"
+    say.say(f"done: {steps}, loss {run.loss:.4f} over the last tenth{scores}")
     say.say(f"  {run.weights}   the trained weights")
     say.say(f"  {run.folder / 'loss.png'}   the loss")
     say.say(f"next: afina chat {run.folder}")
 
 
-def _start_from(edit: Any, source: Path) -> None:
-    from afina.adapters import files
+def _with_absolute_paths(resolved: Any) -> Any:
+    """The same, with files and folders named so that they are found from any working directory."""
+    from dataclasses import replace
 
+    from afina.models.demo import DEMOS
+
+    def absolute(name: str | None) -> str | None:
+        local = name is not None and name not in DEMOS and Path(name).expanduser().exists()
+        return str(Path(name).expanduser().resolve()) if local and name else name
+
+    config = resolved.config
+    named = {"model": config.model, "source": config.source, "val": config.val}
+    changed = {field: absolute(name) for field, name in named.items()}
+    return replace(resolved, config=replace(config, **changed))
+
+
+def _start_from(model: Any, resolved: Any, source: Path) -> tuple[Any, Any]:
+    """The edit that an adapter's folder describes, with its weights, and the settings that say so.
+
+    Raises:
+        ConfigError: for technique settings of one's own: the adapter's decide.
+    """
+    from dataclasses import replace
+
+    from afina.adapters import files
+    from afina.errors import ConfigError
+    from afina.table import apply
+
+    free = ("dropout", "loraplus_ratio")
+    own = [
+        path
+        for path, origin in resolved.origins.items()
+        if path.startswith("techniques.lora.")
+        and origin != "default"
+        and path.rpartition(".")[2] not in free
+    ]
+    if own or resolved.keys != ("lora",):
+        raise ConfigError(
+            "--init-from takes the technique and its settings from the adapter",
+            got=", ".join(own or resolved.keys),
+            cure=f"leave these out; only {' and '.join(free)} may differ",
+        )
     folder = source / "adapter" if (source / "adapter").is_dir() else source
-    files.read_config(folder)
+    loaded = files.load(model, folder)
+    given = resolved.config.techniques[0]
+    (found,) = loaded.techniques
+    loaded.undo()
+    lora = found.model_copy(update={name: getattr(given, name) for name in free})
+    edit = apply(model, [lora], seed=resolved.config.train.seed, undoable=False)
     files.restore(edit, files.read_tensors(folder))
+    origin = f"--init-from {folder}"
+    origins = {
+        path: origin if path.startswith("techniques.lora") and path not in free else before
+        for path, before in resolved.origins.items()
+    }
+    config = replace(resolved.config, techniques=(lora,))
+    return edit, replace(resolved, config=config, origins=origins)
 
 
 def _scorer(settings: Any, tokenizer: Any) -> Any:

@@ -98,7 +98,7 @@ class TrainSettings(Settings):
         default=None, description="steps between evaluations; null: at the end"
     )
     save_every: Count | None = Field(
-        default=None, description="steps between checkpoints; null: at the end"
+        default=100, description="steps between checkpoints; null: at the end"
     )
     keep_last: Count | None = Field(
         default=2, description="checkpoints kept beside the best; null: all"

@@ -37,6 +37,18 @@ def packing(model: nn.Module, packed: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def own_attention(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside a `packing` block: the attention `name` again, for calls that carry no context (generation)."""
+    speaker: Any = model
+    packed = speaker.config._attn_implementation
+    speaker.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        speaker.set_attn_implementation(packed)
+
+
 def trained_logits(
     model: nn.Module, batch: Batch, *, step: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,19 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from afina.errors import RunError
 
 CONFIG = "config.yaml"
+LOCK = ".lock"
 PACKAGES = ("afina", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets")
 
 
@@ -28,9 +32,8 @@ def refuse_used(out: Path, *, resume: bool, overwrite: bool) -> None:
         if not (out / CONFIG).exists():
             raise RunError("there is no run to resume", got=out, wanted=f"a folder with {CONFIG}")
         return
-    if out.is_file():
-        raise RunError("the run's folder is a file", got=out, cure="name a new folder")
-    if not out.exists() or not any(out.iterdir()):
+    _refuse_unwritable(out)
+    if not out.exists() or not _contents(out):
         return
     if not overwrite:
         raise RunError(
@@ -46,12 +49,51 @@ def refuse_used(out: Path, *, resume: bool, overwrite: bool) -> None:
         )
 
 
-def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Makes the folder of a new run; see `refuse_used`."""
+def _refuse_unwritable(out: Path) -> None:
+    """Raises when the folder cannot be made: something on the way is a file, or may not be written."""
+    existing = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        what = (
+            "the run's folder is a file" if existing == out else "the run's folder lies in a file"
+        )
+        raise RunError(what, got=existing, cure="name a new folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RunError("the run's folder may not be written", got=existing, cure="name another")
+
+
+def _contents(out: Path) -> list[Path]:
+    return [path for path in out.iterdir() if path.name != LOCK]
+
+
+@contextmanager
+def claimed(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Makes the folder of a run and keeps every other process out of it while the block lasts.
+
+    Raises:
+        RunError: as `refuse_used`, or when another process is at work in the folder, or it cannot be made.
+    """
     refuse_used(out, resume=resume, overwrite=overwrite)
-    if overwrite and not resume and out.exists():
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / LOCK, timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise RunError(
+            "another process is at work in this run's folder",
+            got=out,
+            cure="wait for it, or name another folder",
+        ) from None
+    except OSError as error:
+        raise RunError("the run's folder cannot be made", got=f"{out}: {error}") from None
+    try:
+        refuse_used(out, resume=resume, overwrite=overwrite)
+        if overwrite and not resume:
+            for path in _contents(out):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield
+    finally:
+        # The file stays: to remove it would let two processes hold a lock of the same name.
+        lock.release()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,20 @@ from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
 from afina.data.settings import DataSettings, Role
 from afina.data.split import shared, split
-from afina.errors import RunError
-from afina.models.forward import packing, to_device, token_losses, trained_logits
+from afina.errors import ConfigError, DataError, ModelError, RunError
+from afina.models.forward import (
+    own_attention,
+    packing,
+    to_device,
+    token_losses,
+    trained_logits,
+)
 from afina.models.generate import stop_ids
 from afina.optim.optimisers import Optimiser
 from afina.train import checkpoint, folder, micro
 from afina.train.checkpoint import State
-from afina.train.keeper import Keeper, last_tenth_loss
+from afina.train.fit import base_fingerprint, refuse_idle_settings, refuse_rows
+from afina.train.keeper import Keeper, last_tenth_loss, scores_of
 from afina.train.loop import Work, loop
 from afina.train.options import RunOptions
 from afina.train.report import Reporter, reporter
@@ -42,7 +50,7 @@ class Run:
         weights: the trained part: `adapter/`, or `model/` after full fine-tuning.
         steps: optimiser steps done.
         loss: mean training loss of the last tenth of the steps, weighted by trained tokens.
-        val_loss: of the kept weights, None without validation rows.
+        scores: of the kept weights on the validation rows, by name (`loss`, …); empty without such rows.
         best_step: the step whose weights were kept.
     """
 
@@ -50,8 +58,13 @@ class Run:
     weights: Path
     steps: int
     loss: float
-    val_loss: float | None
+    scores: Mapping[str, float]
     best_step: int
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of the kept weights, None without validation rows."""
+        return self.scores.get("loss")
 
 
 def _name(source: Any) -> str:
@@ -60,7 +73,12 @@ def _name(source: Any) -> str:
 
 def are_rows(source: Any) -> bool:
     """Whether `source` is prepared rows already, and not something to read."""
-    return isinstance(source, Sequence) and all(isinstance(item, Row) for item in source)
+    return (
+        isinstance(source, Sequence)
+        and not isinstance(source, str)
+        and len(source) > 0
+        and all(isinstance(item, Row) for item in source)
+    )
 
 
 @dataclass
@@ -80,6 +98,10 @@ class Job:
         rows, val_rows, reports = self._rows(data, val)
         for line in (line for report in reports for line in report.lines()):
             say.say(line)
+        if val is None and val_rows:
+            say.say(f"held out for validation, by content: {len(val_rows)} rows; {len(rows)} train")
+        refuse_rows(rows, val_rows)
+        refuse_idle_settings(self.settings, bool(val_rows))
         pairs = shared(rows, val_rows)
         if pairs:
             one, other = pairs[0]
@@ -90,13 +112,14 @@ class Job:
         say.say(self.edit.summary())
         self.lengths = [len(row.tokens) for row in rows]
         self.total_steps = self._total_steps()
-        folder.claim(self.out, resume=self.options.resume, overwrite=self.options.overwrite)
-        if not self.options.resume:
-            self._record((_name(data), None if val is None else _name(val)), reports)
-        try:
-            return self._train(rows, val_rows, say)
-        finally:
-            say.close()
+        with folder.claimed(self.out, resume=self.options.resume, overwrite=self.options.overwrite):
+            if not self.options.resume:
+                counts = {"train": len(rows), "validation": len(val_rows)}
+                self._record((_name(data), None if val is None else _name(val)), reports, counts)
+            try:
+                return self._train(rows, val_rows, say)
+            finally:
+                say.close()
 
     def _rows(self, data: Any, val: Any) -> tuple[list[Row], list[Row], list[DataReport]]:
         """Training rows, validation rows, and the reports of how they came about."""
@@ -107,6 +130,16 @@ class Job:
         def read(source: Any, role: Role) -> list[Row]:
             if are_rows(source):
                 return list(source)
+            if self.tokenizer is None:
+                raise ModelError(
+                    "a tokenizer is needed to read data", cure="give it, or give prepared rows"
+                )
+            if not isinstance(source, str | Path | Sequence) or not source:
+                raise DataError(
+                    "this is not data",
+                    got=repr(source)[:80],
+                    wanted="a file, a folder, a hub data set, or a list of dictionaries",
+                )
             found = prepare(
                 source,
                 self.tokenizer,
@@ -120,6 +153,12 @@ class Job:
 
         rows = read(data, "train")
         if val is not None:
+            if settings.val_fraction:
+                raise ConfigError(
+                    "validation rows are given twice",
+                    got=f"a file of them, and data.val_fraction={settings.val_fraction}",
+                    cure="give one of the two",
+                )
             return rows, read(val, "val"), reports
         rows, held_out = split(rows, settings.val_fraction, settings.seed)
         return rows, held_out, reports
@@ -165,8 +204,9 @@ class Job:
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
         optimiser = self._optimiser()
-        state = self._start(optimiser, fingerprint(rows))
+        state = self._start(optimiser, fingerprint(rows), fingerprint(val_rows))
         packed = self.options.data_settings.packing
+        own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training
         with packing(self.model, packed):
             self.model.train()
@@ -191,7 +231,7 @@ class Job:
                     optimiser,
                     self.settings,
                     self.total_steps,
-                    self._scorer(val_rows, cut),
+                    self._scorer(val_rows, cut, own if packed else None),
                     state,
                     self._base(),
                     self.tokenizer,
@@ -200,8 +240,14 @@ class Job:
             finally:
                 self.model.train(training)
         weights, best = keeper.finish(say)
-        score = keeper.state.best_score if self.settings.best == "loss" else None
-        return Run(self.out, weights, keeper.state.step, last_tenth_loss(self.out), score, best)
+        return Run(
+            self.out,
+            weights,
+            keeper.state.step,
+            last_tenth_loss(self.out),
+            scores_of(self.out, best),
+            best,
+        )
 
     def _collate(self, rows: Sequence[Row]) -> Batch:
         pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
@@ -211,9 +257,11 @@ class Job:
         config = getattr(self.model, "config", None)
         return self.options.base or str(getattr(config, "_name_or_path", "") or "unknown")
 
-    def _start(self, optimiser: Optimiser, rows_fingerprint: str) -> State:
+    def _start(self, optimiser: Optimiser, rows_fingerprint: str, val_fingerprint: str) -> State:
         """The state of step 0, or that of the checkpoint to go on from."""
         settings = self._recorded_settings()
+        settings["the validation rows"] = val_fingerprint
+        settings["the base model's weights"] = base_fingerprint(self.model, self.edit)
         if not self.options.resume:
             return State(step=0, rows_fingerprint=rows_fingerprint, settings=settings)
         newest = checkpoint.latest(self.out)
@@ -267,7 +315,10 @@ class Job:
         return next(self.model.parameters()).device
 
     def _scorer(
-        self, val_rows: list[Row], cut: Callable[[Sequence[Row]], list[list[Row]]]
+        self,
+        val_rows: list[Row],
+        cut: Callable[[Sequence[Row]], list[list[Row]]],
+        own: str | None,
     ) -> Callable[[nn.Module], Mapping[str, float]] | None:
         if not val_rows:
             return None
@@ -276,17 +327,26 @@ class Job:
         def score(model: nn.Module) -> Mapping[str, float]:
             scores = {"loss": mean_loss(model, parts, self._collate)}
             if self.options.evaluate is not None:
-                scores.update(self.options.evaluate(model, val_rows))
+                # Generation knows nothing of packed rows and takes the model's own attention.
+                with own_attention(model, own) if own else nullcontext():
+                    scores.update(self.options.evaluate(model, val_rows))
             return scores
 
         return score
 
-    def _record(self, sources: tuple[str, str | None], reports: Sequence[DataReport]) -> None:
+    def _record(
+        self,
+        sources: tuple[str, str | None],
+        reports: Sequence[DataReport],
+        counts: Mapping[str, int],
+    ) -> None:
         """Everything the run was made from, before its first step."""
         resolved = self.options.config or self._as_config(*sources)
         folder.write_text(self.out / folder.CONFIG, dump(resolved))
-        folder.write_json(self.out / "data.json", [asdict(report) for report in reports])
-        folder.write_json(self.out / "environment.json", folder.environment())
+        account = {"rows": dict(counts), "sources": [asdict(report) for report in reports]}
+        folder.write_json(self.out / "data.json", account)
+        machine = {"device": str(self._device()), "dtype": str(next(self.model.parameters()).dtype)}
+        folder.write_json(self.out / "environment.json", {**folder.environment(), **machine})
 
     def _as_config(self, data: str, val: str | None) -> Resolved[DataSettings]:
         config = RunConfig(

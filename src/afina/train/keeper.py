@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from afina.errors import ConfigError
 from afina.optim.optimisers import Optimiser
 from afina.train import checkpoint
 from afina.train.checkpoint import State
+from afina.train.interrupt import between_steps
 from afina.train.loop import Step
 from afina.train.metrics import MetricsFile, plot_loss, read_metrics
 from afina.train.report import Reporter
@@ -51,34 +53,50 @@ class Keeper:
     tokenizer: Any
 
     def follow(self, steps: Iterator[Step], say: Reporter) -> None:
-        """Runs the steps to their end, or until the scores stop improving."""
+        """Runs the steps to their end, until the scores stop improving, or until somebody stops the run.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C; the run is saved as it was after its last whole step.
+            SystemExit: the same after SIGTERM.
+        """
         metrics = MetricsFile(self.out, keep_below=self.state.step)
         board = _board(self.out) if self.settings.tensorboard else None
-        for step in steps:
-            self.state = replace(self.state, step=step.step)
-            line = step.line()
-            if self._due(step.step, self.settings.eval_every) and self.score is not None:
-                scores = self.score(self.model)
-                line.update({f"val_{name}": value for name, value in scores.items()})
-                self._judge(scores)
-                say.say(
-                    f"step {step.step}: "
-                    + "  ".join(f"val {name} {value:.4f}" for name, value in scores.items())
-                )
-            metrics.add(line)
-            say.step(step, self.total_steps)
-            if board is not None:
-                _to_board(board, line)
-            better = self.state.best_step == step.step
-            if self._due(step.step, self.settings.save_every) or better:
-                self._save()
-            if self._spent():
-                say.say(
-                    f"stopped at step {step.step}: no better score since {self.state.best_step}"
-                )
-                break
+        with between_steps() as stopping:
+            for step in steps:
+                self._after(step, metrics, board, say)
+                if self._spent():
+                    say.say(
+                        f"stopped at step {step.step}: no better score since {self.state.best_step}"
+                    )
+                    break
+                if stopping.signal is not None and step.step < self.total_steps:
+                    self._save()
+                    say.say(
+                        f"stopped after step {step.step} of {self.total_steps}, saved; "
+                        f"go on with: afina train --resume -o {self.out}"
+                    )
+                    break
         if board is not None:
             board.close()
+        if self.state.step < self.total_steps:
+            stopping.end()
+
+    def _after(self, step: Step, metrics: MetricsFile, board: Any, say: Reporter) -> None:
+        """Scores, writes and saves what is due after a step."""
+        self.state = replace(self.state, step=step.step)
+        line = step.line()
+        if self._due(step.step, self.settings.eval_every) and self.score is not None:
+            scores = self.score(self.model)
+            line.update({f"val_{name}": value for name, value in scores.items()})
+            self._judge(scores)
+            told = "  ".join(f"val {name} {value:.4f}" for name, value in scores.items())
+            say.say(f"step {step.step}: {told}")
+        metrics.add(line)
+        say.step(step, self.total_steps)
+        if board is not None:
+            _to_board(board, line)
+        if self._due(step.step, self.settings.save_every) or self.state.best_step == step.step:
+            self._save()
 
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.total_steps or (every is not None and step % every == 0)
@@ -92,7 +110,9 @@ class Keeper:
                 wanted=", ".join(scores),
             )
         score = scores[name] if name == "loss" else -scores[name]
-        if self.state.best_score is None or score < self.state.best_score:
+        better = self.state.best_score is None or score < self.state.best_score
+        # A score that is not a number is never better.
+        if better and math.isfinite(score):
             self.state = replace(
                 self.state, best_score=score, best_step=self.state.step, since_best=0
             )
@@ -142,6 +162,13 @@ def last_tenth_loss(out: Path) -> float:
     return sum(x["loss"] * x["trained_tokens"] for x in last) / sum(
         x["trained_tokens"] for x in last
     )
+
+
+def scores_of(out: Path, step: int) -> dict[str, float]:
+    """The validation scores of a step, by name; empty when it was not scored."""
+    lines = [line for line in read_metrics(out) if line["step"] == step]
+    found = lines[-1] if lines else {}
+    return {k.removeprefix("val_"): v for k, v in found.items() if k.startswith("val_")}
 
 
 def _board(out: Path) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from afina.config import TrainSettings, build
-from afina.errors import ModelError, RunError
+from afina.train.fit import refuse_unfit
 from afina.train.job import Job, Run
 from afina.train.options import RunOptions
 from afina.tree import Edit
@@ -62,24 +62,3 @@ def overruled(settings: TrainSettings, overrides: Mapping[str, Any]) -> TrainSet
         if any(name in overrides for name in names):
             values.update(dict.fromkeys(names))
     return build(TrainSettings, {**values, **overrides})
-
-
-def refuse_unfit(model: nn.Module, edit: Edit) -> None:
-    """Raises when this model cannot be trained here, or nothing would train.
-
-    Raises:
-        ModelError: for anything but a decoder that predicts the next token.
-        RunError: for an edit without trainable tensors.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if type(model).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise ModelError(
-            "only causal language models can be trained so far",
-            got=type(model).__name__,
-            wanted="a model that predicts the next token, such as LlamaForCausalLM",
-        )
-    if not edit.trainable():
-        raise RunError(
-            "nothing would train", cure="apply a technique first: afina.apply(model, [...])"
-        )
