@@ -154,6 +154,7 @@ def test_json_on_the_standard_output_is_alone_there(
         (["MODEL", "DATA", "--set", "eval.batchrows=2"], 2),
         (["MODEL", "DATA", "--beside-base"], 2),
         (["MODEL", "DATA", "--json", "DATA"], 2),
+        (["MODEL", "DATA", "--json", "DATA/x.json"], 2),
     ],
 )
 def test_mistakes_have_their_own_status(
@@ -161,4 +162,9 @@ def test_mistakes_have_their_own_status(
 ) -> None:
     data = jsonl(tmp_path / "d.jsonl", ROWS)
     names = {"MODEL": str(yes), "DATA": data}
-    assert cli.main(["eval", *(names.get(word, word) for word in words), *HERE]) == status
+    assert (
+        cli.main(
+            ["eval", *(names.get(word, word.replace("DATA/", f"{data}/")) for word in words), *HERE]
+        )
+        == status
+    )

@@ -19,7 +19,7 @@ from afina.cli.loading import (
     Token,
     load_source,
 )
-from afina.cli.output import note, progress, refuse_existing, write_json, write_jsonl
+from afina.cli.output import note, progress, refuse_unwritable, write_json, write_jsonl
 from afina.errors import ConfigError, nearest
 
 EXAMPLES = (
@@ -72,9 +72,7 @@ def command(
     data was.
     """
     wanted = parse_metrics(metrics)
-    outputs = [path for path in (json_file, rows_out) if path is not None]
-    for path in outputs:
-        refuse_existing(path, force=force)
+    refuse_unwritable(json_file, rows_out, force=force)
     source = Source(name, dtype, device, revision, token, offline)
     loaded = load_source(source, with_base=beside_base)
     flags = {
@@ -95,12 +93,16 @@ def command(
     if beside_base:
         with loaded.base() as base:
             before = _measure(base, loaded, prepared.rows, config.eval)
-    show = note if "-" in outputs else print  # JSON on the standard output is alone there
+    show = (
+        note if "-" in (json_file, rows_out) else print
+    )  # JSON on the standard output is alone there
     show(report(scores, before, wanted))
-    if json_file is not None:
-        write_json(json_file, _document(name, loaded, prepared, config, scores, before))
-    if rows_out is not None:
-        write_jsonl(rows_out, _rows(scores, before))
+    try:
+        if json_file is not None:
+            write_json(json_file, _document(name, loaded, prepared, config, scores, before))
+    finally:  # the rows are not lost with the scores' file
+        if rows_out is not None:
+            write_jsonl(rows_out, _rows(scores, before))
 
 
 def parse_metrics(text: str | None) -> tuple[str, ...] | None:

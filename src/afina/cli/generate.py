@@ -20,7 +20,7 @@ from afina.cli.loading import (
     load_source,
     run_settings,
 )
-from afina.cli.output import note, progress, refuse_existing, write_jsonl
+from afina.cli.output import note, progress, refuse_unwritable, write_jsonl
 
 EXAMPLES = (
     "afina generate runs/calls-001 prompts.txt -o answers.jsonl",
@@ -60,7 +60,7 @@ def command(
     from afina.cli.prompts import columns_of, read_prompts
     from afina.config import GenerateSettings, build
 
-    refuse_existing(out, force=force)
+    refuse_unwritable(out, force=force)
     settings = build(
         GenerateSettings,
         {

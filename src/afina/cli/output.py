@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,74 @@ from typing import Any
 from afina.errors import ConfigError
 
 
-def refuse_existing(path: str | None, *, force: bool) -> None:
-    """Checks, before anything is loaded, that a file may be written.
+def refuse_unwritable(*paths: str | None, force: bool) -> None:
+    """Checks, before anything is loaded, that files may be written; "-" and None are no files.
 
     Raises:
-        ConfigError: it exists and nobody said --force, or it is a folder.
+        ConfigError: one is a folder, lies where nothing can be made, or exists and nobody said --force; or two of them
+            are the same.
     """
-    if path is None or path == "-":
-        return
-    if Path(path).is_dir():
-        raise ConfigError("the output is a folder", got=path, wanted="the name of a file")
-    if Path(path).exists() and not force:
+    named = [path for path in paths if path is not None]
+    for number, path in enumerate(named):
+        if path in named[:number]:
+            raise ConfigError("two outputs are one file", got=path, cure="name two files")
+        if path != "-" and not _is_device(Path(path)):
+            _refuse_existing(Path(path), force=force)
+            _refuse_place(Path(path))
+
+
+def _refuse_existing(file: Path, *, force: bool) -> None:
+    if file.is_dir():
+        raise ConfigError("the output is a folder", got=file, wanted="the name of a file")
+    if file.exists() and not force:
         raise ConfigError(
-            "the output exists", got=path, cure="name another file, or say --force to replace it"
+            "the output exists", got=file, cure="name another file, or say --force to replace it"
         )
 
 
+def _refuse_place(file: Path) -> None:
+    """Raises where a file cannot be made, found by making one: rights alone do not tell (a read-only disk)."""
+    place = next(folder for folder in file.absolute().parents if os.path.lexists(folder))
+    try:
+        with tempfile.TemporaryFile(dir=place, prefix=".afina-"):
+            pass
+    except OSError as error:
+        raise _unwritable(
+            file, error, f"name a file elsewhere; nothing can be made in {place}"
+        ) from None
+
+
+def _unwritable(file: Path, error: OSError, cure: str) -> ConfigError:
+    return ConfigError(
+        "the output cannot be written", got=f"{file} ({error.strerror or error})", cure=cure
+    )
+
+
+def _is_device(file: Path) -> bool:
+    """Whether writing goes elsewhere than into a file: /dev/null, a pipe."""
+    return file.exists() and not file.is_file() and not file.is_dir()
+
+
 def write_text(path: str, text: str) -> None:
-    """Writes a file, and its folder if need be, whole or not at all; "-" is the standard output."""
+    """Writes a file, and its folder if need be, whole or not at all; "-" is the standard output.
+
+    Raises:
+        ConfigError: it cannot be written; says where the text was kept instead.
+    """
     if path == "-":
         sys.stdout.write(text)
         return
     file = Path(path)
+    try:
+        if _is_device(file):
+            file.write_text(text, encoding="utf-8")
+        else:
+            _replace(file, text)
+    except OSError as error:
+        raise _unwritable(file, error, _kept(file.name, text)) from None
+
+
+def _replace(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -41,6 +88,19 @@ def write_text(path: str, text: str) -> None:
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _kept(name: str, text: str) -> str:
+    """Keeps a text that has no other place, so that finished work is not lost; says where."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", prefix="afina-", suffix=f"-{name[-100:]}", delete=False
+        ) as file:
+            file.write(text)
+    except OSError:
+        sys.stdout.write(text)
+        return "it went to the standard output instead"
+    return f"it is kept: mv {file.name} WHERE-IT-FITS"
 
 
 def write_json(path: str, value: Any) -> None:
