@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from afina.cli.common import Target, resolve_run, table
+from afina.cli.loading import Source, load_source, run_settings
 from afina.errors import AdapterError, ConfigError, ModelError, RunError
 
 
@@ -53,6 +54,51 @@ def test_a_run_whose_configuration_is_broken_names_the_line(tmp_path: Path) -> N
 def test_an_adapter_names_its_base(tmp_path: Path) -> None:
     made = adapter(tmp_path / "a", base_model_name_or_path="m", revision=None)
     assert resolve_run(str(made)) == Target("m", made)
+
+
+def test_a_base_is_found_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, away = tmp_path / "work" / "runs" / "r", tmp_path / "away"
+    made = adapter(run / "adapter", base_model_name_or_path="m")
+    (run / "config.yaml").write_text("model: m\ndata: d\n", encoding="utf-8")
+    for folder in (tmp_path / "work" / "m", away):
+        folder.mkdir()
+    monkeypatch.chdir(away)
+    assert resolve_run(str(run)).base == "m"  # a folder that is no model is not taken
+    (tmp_path / "work" / "m" / "config.json").write_text("{}", encoding="utf-8")
+    there = str(tmp_path / "work" / "m")
+    assert resolve_run("../work/runs/r").base == resolve_run(str(made)).base == there
+    monkeypatch.chdir(tmp_path / "work")
+    assert resolve_run("runs/r").base == "m"
+
+
+def test_a_base_that_is_nowhere_is_said_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter(tmp_path / "r" / "adapter", base_model_name_or_path="models/of/m")
+    (tmp_path / "r" / "config.yaml").write_text("model: models/of/m\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="the base of r, 'models/of/m', is not found from") as got:
+        load_source(Source("r", device="cpu"))
+    assert f"no such folder in {tmp_path}" in str(got.value)
+    assert (
+        "cure:   work in the folder that holds models/of/m, or correct config.yaml: model"
+        in str(got.value)
+    )
+
+
+@pytest.mark.parametrize("within", ["adapter", "checkpoints/step-000002/adapter"])
+def test_an_adapter_in_a_run_knows_its_run(tmp_path: Path, within: str) -> None:
+    made = adapter(tmp_path / within, base_model_name_or_path="m")
+    assert resolve_run(str(made)) == Target("m", made)
+    (tmp_path / "config.yaml").write_text("model: m\n", encoding="utf-8")  # of something else
+    assert resolve_run(str(made)) == Target("m", made)
+    (tmp_path / "config.yaml").write_text(
+        "model: m\ndata: {source: d, template: none}\n", encoding="utf-8"
+    )
+    assert resolve_run(str(made)) == Target("m", made, tmp_path)
+    assert run_settings(resolve_run(str(made)))["data"]["template"] == "none"
+    if within != "adapter":
+        assert resolve_run(str(made.parent)) == Target("m", made, tmp_path)
 
 
 def test_an_adapter_without_base_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Target:
     Attributes:
         base: the model, as `afina.load` takes it.
         adapter: a folder in PEFT's format; None is the model alone.
-        run: the run folder, when one was given.
+        run: the run folder, when one was given, or the adapter lies in one.
         revision: of a model on the hub.
     """
 
@@ -43,8 +43,9 @@ def resolve_run(name: str) -> Target:
     folder = Path(name).expanduser()
     if (folder / "config.yaml").is_file():
         return _of_run(folder)
-    if (folder / "adapter_config.json").is_file():
-        return _of_adapter(folder)
+    for place in (folder, folder / "adapter"):  # the second of a checkpoint
+        if (place / "adapter_config.json").is_file():
+            return _of_adapter(place)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(
             "The folder is neither a run, nor an adapter, nor a model",
@@ -69,7 +70,28 @@ def _of_run(folder: Path) -> Target:
             wanted=f"{adapter}/adapter_config.json",
             cure="let it train to its end, or go on with: afina train … --resume",
         )
-    return Target(base, adapter, folder, settings.get("revision"))
+    return Target(located(base, folder), adapter, folder, settings.get("revision"))
+
+
+def located(base: str, folder: Path) -> str:
+    """The base model of the run or adapter in `folder`, findable from the working directory.
+
+    A run started with a relative path names its base as seen from where it was started. What is not there from the
+    working directory is looked for from the folder and each folder above it; a base found nowhere stays as it is
+    named, for it may be on the hub.
+    """
+    named = Path(base).expanduser()
+    if named.is_absolute() or _is_model(named):
+        return base
+    home = folder.resolve()
+    found = (place / named for place in (home, *home.parents))
+    return next((str(path) for path in found if _is_model(path)), base)
+
+
+def _is_model(path: Path) -> bool:
+    if path.is_file():
+        return path.suffix == ".gguf"
+    return (path / "config.json").is_file() or any(path.glob("*.gguf"))
 
 
 def _of_adapter(folder: Path) -> Target:
@@ -84,7 +106,20 @@ def _of_adapter(folder: Path) -> Target:
             got=folder / "adapter_config.json",
             wanted="base_model_name_or_path",
         )
-    return Target(str(base), folder, None, settings.get("revision"))
+    base = located(str(base), folder)
+    return Target(base, folder, _run_of(folder), settings.get("revision"))
+
+
+def _run_of(adapter: Path) -> Path | None:
+    """The run that an adapter lies in: RUN/adapter, or RUN/checkpoints/STEP/adapter."""
+    if adapter.name != "adapter":
+        return None
+    for run in (adapter.parent, adapter.parent.parent.parent):
+        if (run / "config.yaml").is_file():
+            settings = read_file(run / "config.yaml").value
+            if isinstance(settings, dict) and "model" in settings and "data" in settings:
+                return run
+    return None
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> str:

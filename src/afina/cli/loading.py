@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from afina.cli.common import Target, resolve_run
+from afina.cli.common import Target, located, resolve_run
 from afina.errors import ConfigError, ModelError
 
 Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, an adapter, or a model")]
@@ -90,7 +90,8 @@ class Loaded:
         if self._base is None:
             # Full fine-tuning leaves a whole model, so its base is another one.
             settings = run_settings(self.target)
-            self._base, _ = self.source.load(settings["model"], settings.get("revision"))
+            base = located(settings["model"], self.target.run or Path())
+            self._base, _ = self.source.load(base, settings.get("revision"))
         yield self._base
 
 
@@ -113,7 +114,7 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
             wanted="a run or an adapter",
             cure="leave --beside-base out",
         )
-    model, tokenizer = source.load(target.base, target.revision)
+    model, tokenizer = _load_base(source, target)
     if target.adapter is None:
         return Loaded(source, target, model, tokenizer)
     from afina.adapters import files
@@ -123,6 +124,28 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
     edit = files.load(model, target.adapter)
     model.eval()
     return Loaded(source, target, model, tokenizer, edit)
+
+
+def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
+    """The model under the adapter; where it cannot be found, the error says whose it is and where it was sought."""
+    from afina.models.demo import DEMOS
+
+    try:
+        return source.load(target.base, target.revision)
+    except ModelError as error:
+        known = target.base in DEMOS or Path(target.base).expanduser().exists()
+        if target.adapter is None or known:
+            raise
+        named = (
+            "config.yaml: model" if target.run else "adapter_config.json: base_model_name_or_path"
+        )
+        raise ModelError(
+            f"the base of {source.name}, {target.base!r}, is not found from here",
+            got=f"no such folder in {Path.cwd()}, nor in {target.adapter.resolve()} or a folder above it; "
+            + error.what,
+            wanted="a model's folder, a .gguf file, or a model that the hub has",
+            cure=f"work in the folder that holds {target.base}, or correct {named}",
+        ) from error
 
 
 def _saved_tokenizer(folder: Path, model: Any) -> Any:
