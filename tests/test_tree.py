@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from afina import seams
+from afina.counts import format_counts, parameter_counts
 from afina.errors import TechniqueError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA, LoRADelta
-from afina.tree import Delta, Edit, format_counts, freeze, match, matches, parameter_counts, seed_of
+from afina.tree import Delta, Edit, freeze, match, matches, seed_of
 from tests import battery
 
 Q0 = "model.layers.0.self_attn.q_proj"
