@@ -23,7 +23,7 @@ setup: $(READY)  ## the virtual environment, made or renewed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "afina needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..."; exit 1; }
+	  || { echo "afina needs Python 3.11 or newer, and $(PYTHON) is older or missing. Try: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "$(PYTHON) -m venv failed; on Debian: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --quiet --no-compile --prefer-binary -c constraints.txt -e '.[dev]'
