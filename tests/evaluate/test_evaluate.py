@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from afina.config import EvalSettings, GenerateSettings
-from afina.errors import DataError, ModelError
+from afina.data.settings import DataSettings
+from afina.errors import ConfigError, DataError, ModelError
 from afina.evaluate.answers import with_answer
 from afina.evaluate.evaluate import compare, evaluate
 from afina.evaluate.losses import row_losses
@@ -246,6 +247,34 @@ def test_nothing_to_measure_is_an_error(tokenizer, rows):
     silent = replace(rows[0], trained=(False,) * len(rows[0].tokens))
     with pytest.raises(DataError, match="nothing to measure"):
         evaluate(tiny_llama(), tokenizer, [silent], LOSS_ONLY)
+
+
+def test_dictionaries_are_prepared_as_a_file_is(tokenizer, tmp_path):
+    given = [{"prompt": f"q{n}", "completion": "yes", "choices": ["yes", "no"]} for n in range(3)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(map(json.dumps, given)), encoding="utf-8")
+    model = says(tokenizer, "yes")
+    got, of_file = evaluate(model, tokenizer, given), evaluate(model, tokenizer, path)
+    assert got.summary() == of_file.summary()
+    assert (got.n, got.exact_match, got.accuracy) == (3, 1.0, 1.0)
+    renamed = [{"ask": row["prompt"], "completion": row["completion"]} for row in given]
+    mapped = DataSettings(columns={"prompt": "ask"})
+    assert evaluate(model, tokenizer, renamed, LOSS_ONLY, data=mapped).loss == got.loss
+
+
+@pytest.mark.parametrize("wrong", [None, 7, {"prompt": "a", "completion": "b"}, [7], b"d.jsonl"])
+def test_what_holds_no_rows_is_refused(wrong, tokenizer):
+    with pytest.raises(DataError, match=r"wanted: .*dicts such as"):
+        evaluate(tiny_llama(), tokenizer, wrong)
+
+
+def test_other_arguments_of_a_wrong_type_are_refused(tokenizer, rows):
+    with pytest.raises(ModelError, match="a model and its tokenizer are needed"):
+        evaluate(tokenizer, tiny_llama(), rows)
+    with pytest.raises(ConfigError, match="these are no EvalSettings"):
+        evaluate(tiny_llama(), tokenizer, rows, {"generate": False})
+    with pytest.raises(ConfigError, match="these are no DataSettings"):
+        evaluate(tiny_llama(), tokenizer, rows, data=EvalSettings())
 
 
 def test_a_summary_is_json_and_leaves_the_rows_out(tokenizer, rows):

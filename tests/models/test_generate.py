@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from afina.config import GenerateSettings
-from afina.errors import DataError, ModelError
+from afina.errors import ConfigError, DataError, ModelError
 from afina.models.generate import encode, evaluating, generate, stream
 from afina.models.sampling import Draw, filtered, seed_of_row
 from afina.models.stops import cut, end_of_turn, held, stop_ids
@@ -305,6 +305,31 @@ def test_errors_say_what_to_do(tokenizer):
     classifier = LlamaForSequenceClassification(config)
     with pytest.raises(ModelError, match="from left to right"):
         generate(classifier, tokenizer, ["a"])
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize("prompts", ["hello", b"hello", USER, 7, None])
+def test_what_is_no_list_of_prompts_is_refused(prompts, tokenizer):
+    with pytest.raises(DataError, match="prompts are a list") as caught:
+        generate(tiny_llama(), tokenizer, prompts)
+    assert "cure:   put the one prompt in a list" in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", [USER, 7, b"hello", None, ["a", "b"], [USER, 7], {"text": "a"}])
+def test_what_is_no_prompt_is_refused(prompt, tokenizer):
+    with pytest.raises(DataError, match="this is no prompt\n  got:    "):
+        generate(tiny_llama(), tokenizer, [prompt])
+
+
+def test_other_arguments_of_a_wrong_type_are_refused(tokenizer):
+    model = tiny_llama()
+    for pair in ((tokenizer, model), (model, None), (None, tokenizer), ("smollm2-135m", tokenizer)):
+        with pytest.raises(ModelError, match=r"cure:   model, tokenizer = afina\.load"):
+            generate(*pair, ["a"])
+    with pytest.raises(ConfigError, match=r"GenerateSettings\(\*\*settings\)"):
+        generate(model, tokenizer, ["a"], {"max_new_tokens": 3})
 
 
 @pytest.mark.parametrize(

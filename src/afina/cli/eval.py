@@ -85,7 +85,9 @@ def command(
         **_eval_flags(wanted),
     }
     config = _resolve(loaded, flags, sets or [])
-    prepared = _prepare(loaded, config)
+    from afina.evaluate import inputs
+
+    prepared = inputs.prepared(loaded.model, loaded.tokenizer, config.source, config.data)
     for line in prepared.report.lines():
         note(line)
     scores = _measure(loaded.model, loaded, prepared.rows, config.eval)
@@ -156,26 +158,6 @@ def _resolve(loaded: Loaded, flags: dict[str, Any], sets: list[str]) -> Any:
 
 def _word(value: Any) -> str:
     return "null" if value is None else str(value)
-
-
-def _prepare(loaded: Loaded, config: Any) -> Any:
-    from afina.data.dataset import prepare
-    from afina.models.generate import stop_ids
-
-    text_config = loaded.model.config.get_text_config()
-    names = getattr(loaded.model.config, "id2label", None) or {}
-    told = [str(names[n]) for n in sorted(names)]
-    # LABEL_0, LABEL_1 … are Transformers' way of saying that nobody named the classes.
-    named = told if told and not told[0].startswith("LABEL_") else None
-    return prepare(
-        config.source,
-        loaded.tokenizer,
-        config.data,
-        role="eval",
-        max_tokens=getattr(text_config, "max_position_embeddings", None),
-        labels=named,
-        stop_ids=stop_ids(loaded.model, loaded.tokenizer),
-    )
 
 
 def _measure(model: Any, loaded: Loaded, rows: Any, settings: Any) -> Any:

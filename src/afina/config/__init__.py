@@ -2,7 +2,7 @@
 
 from afina.config.dump import dump, schema
 from afina.config.load import Resolved, RunConfig, as_given, load_config
-from afina.config.problems import build
+from afina.config.problems import build, of_kind
 from afina.config.settings import EvalSettings, GenerateSettings, Settings, TrainSettings
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "build",
     "dump",
     "load_config",
+    "of_kind",
     "schema",
 ]

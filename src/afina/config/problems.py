@@ -152,3 +152,19 @@ def build(
         raise
     raise_all(problems)
     return made
+
+
+def of_kind(kind: type[T], given: T | None) -> T:
+    """The settings given, or the defaults for None.
+
+    Raises:
+        ConfigError: something that is no `kind`, such as a dictionary.
+    """
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        cure = f"{kind.__name__}(**settings)" if isinstance(given, dict) else None
+        raise ConfigError(
+            f"these are no {kind.__name__}", got=repr(given)[:80], wanted=kind.__name__, cure=cure
+        )
+    return given

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from afina.config import EvalSettings
-from afina.data.dataset import prepare
+from afina.config import EvalSettings, of_kind
 from afina.data.settings import DataSettings
 from afina.errors import DataError
 from afina.evaluate import scores
@@ -20,9 +18,11 @@ from afina.evaluate.answers import (
     right_choice,
     with_answer,
 )
+from afina.evaluate.inputs import Rows, rows_of
 from afina.evaluate.losses import class_scores, row_losses
 from afina.models.generate import Completion, evaluating
 from afina.models.generate import generate as answer_all
+from afina.models.prompts import check_pair
 from afina.types import Row
 
 Progress = Callable[[str, int, int], None]
@@ -88,7 +88,7 @@ class Scores:
 def evaluate(
     model: Any,
     tokenizer: Any,
-    rows: Sequence[Row] | str | Path,
+    rows: Rows,
     settings: EvalSettings | None = None,
     *,
     data: DataSettings | None = None,
@@ -103,21 +103,20 @@ def evaluate(
     Args:
         model: a causal language model, or a classifier when the rows have labels.
         tokenizer: its tokenizer.
-        rows: prepared rows, or a file, folder or hub data set.
+        rows: a file, folder or hub data set, dictionaries as a file's rows would be, or prepared rows.
         settings: defaults when None.
-        data: how such a source is read; defaults when None.
+        data: how rows that are not prepared are read; defaults when None.
         generate: answers prompts; has the form of `afina.models.generate.generate`.
         on_progress: see `Progress`.
 
     Raises:
         DataError: no rows, nothing to measure, or a right answer that is not among its choices.
-        ModelError: labelled rows and no classification head.
+        ModelError: labelled rows and no classification head, or no model of Transformers.
+        ConfigError: settings of another kind.
     """
-    settings = settings or EvalSettings()
-    if isinstance(rows, str | Path):
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        rows = prepare(rows, tokenizer, data or DataSettings(), role="eval", max_tokens=limit).rows
-    rows = rows[: settings.max_rows]
+    settings, data = of_kind(EvalSettings, settings), of_kind(DataSettings, data)
+    check_pair(model, tokenizer)
+    rows = rows_of(model, tokenizer, rows, data)[: settings.max_rows]
     if not rows:
         raise DataError("there are no rows to evaluate", cure="give a file that has some")
     table: list[dict[str, Any]] = [{"id": row.id, "source": row.source} for row in rows]

@@ -20,9 +20,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from afina.config import GenerateSettings
+from afina.config import GenerateSettings, of_kind
 from afina.errors import ModelError
-from afina.models.prompts import Prompt, encode
+from afina.models.prompts import Prompt, check_pair, check_prompts, encode
 from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
 
@@ -78,11 +78,13 @@ def generate(
 
     Raises:
         ModelError: the model does not generate, or a prompt fills its context.
-        DataError: a prompt without tokens.
+        DataError: a prompt without tokens, or one that is none; a text in place of the list.
+        ConfigError: settings of another kind.
     """
-    settings = settings or GenerateSettings()
+    settings = of_kind(GenerateSettings, settings)
+    check_pair(model, tokenizer)
     _check_generates(model)
-    ids = [encode(tokenizer, prompt, system=settings.system) for prompt in prompts]
+    ids = [encode(tokenizer, one, system=settings.system) for one in check_prompts(prompts)]
     stops = stop_ids(model, tokenizer)
     budgets = [_budget(model, tokens, settings, row) for row, tokens in enumerate(ids)]
     answers: dict[int, Completion] = {}
@@ -111,7 +113,8 @@ def stream(
     Raises:
         As `generate`, at the first piece.
     """
-    settings = settings or GenerateSettings()
+    settings = of_kind(GenerateSettings, settings)
+    check_pair(model, tokenizer)
     _check_generates(model)
     ids = encode(tokenizer, messages, system=settings.system, tools=tools)
     budget = _budget(model, ids, settings, 0)

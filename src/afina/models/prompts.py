@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -26,10 +26,19 @@ def encode(
 
     Raises:
         ModelError: messages, and no chat template or one that refuses them.
-        DataError: a prompt without text.
+        DataError: a prompt without text, or of a wrong type.
     """
     if isinstance(prompt, str):
         ids = _begin(tokenizer) + list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not _alike(prompt):
+        raise DataError(
+            "this is no prompt",
+            got=f"{type(prompt).__name__} {str(prompt)[:60]}",
+            wanted="a text, a list of messages {role: …, content: …}, or a list of ids",
+            cure="put each conversation in a list of its own: [[{'role': 'user', …}], …]"
+            if isinstance(prompt, Mapping)
+            else None,
+        )
     elif prompt and isinstance(prompt[0], int):
         ids = [int(token) for token in cast("Sequence[int]", prompt)]
     else:
@@ -39,6 +48,42 @@ def encode(
             "a prompt has no tokens", got=repr(prompt), cure="give it some text, or leave it out"
         )
     return ids
+
+
+def _alike(prompt: Sequence[Any]) -> bool:
+    """Whether all are ids, or all messages."""
+    return any(all(isinstance(one, kind) for one in prompt) for kind in (int, Mapping))
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list.
+
+    Raises:
+        DataError: one text, whose letters would each be a prompt, or something else that is no list.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise DataError(
+            "prompts are a list, with an entry for each",
+            got=f"{type(prompts).__name__} {str(prompts)[:60]!r}",
+            wanted="[prompt, …]",
+            cure="put the one prompt in a list: generate(model, tokenizer, [prompt])",
+        )
+    return list(prompts)
+
+
+def check_pair(model: Any, tokenizer: Any) -> None:
+    """Raises for what is no model with a tokenizer, such as the two the wrong way round.
+
+    Raises:
+        ModelError: one of them is not.
+    """
+    if not callable(tokenizer) or not hasattr(tokenizer, "decode") or not hasattr(model, "config"):
+        raise ModelError(
+            "a model and its tokenizer are needed",
+            got=f"{type(model).__name__} and {type(tokenizer).__name__}",
+            wanted="both, in this order",
+            cure="model, tokenizer = afina.load(NAME)",
+        )
 
 
 def _begin(tokenizer: Any) -> list[int]:
