@@ -11,7 +11,7 @@ import pytest
 
 import afina
 from afina import cli
-from afina.cli.eval import parse_metrics
+from afina.cli.metrics import parse_metrics
 from afina.config import EvalSettings
 from afina.errors import ConfigError
 from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
@@ -81,11 +81,43 @@ def test_metrics_choose_what_is_measured_and_shown(
 ) -> None:
     data = jsonl(tmp_path / "d.jsonl", ROWS)
     words = ["eval", str(yes), data, "--metrics", "accuracy,field:intent", *HERE]
-    assert cli.main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert cli.main(words) == 3  # what could be measured is shown all the same
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
     assert lines[0].startswith("accuracy  0.6667")
-    assert lines[1] == "field:intent: these rows do not have what it needs"
-    assert len(lines) == 2
+    assert len(lines) == 1
+    assert "not measured: field:intent\n" in shown.err
+    assert "wanted: field:intent: JSON answers with intent\n" in shown.err
+
+
+def test_accuracy_needs_choices_and_says_so_before_it_measures(
+    yes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "yes"}])
+    words = ["eval", str(yes), data, "--metrics", "loss,accuracy", *HERE]
+    assert cli.main(words) == 3
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "a column `choices`" in shown.err
+    assert cli.main([*words, "--set", "eval.choices=[yes, no]"]) == 0
+    assert "accuracy  1.0000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--set", "train.lr=1"], "--set train.lr changes nothing in an evaluation"),
+        (["--set", "techniques.lora.rank=8"], "--set techniques.lora.rank changes nothing"),
+        (["--set", "model=other"], "--set model changes nothing"),
+        (["--limit", "0"], "--limit: eval.max_rows cannot have this value"),
+    ],
+)
+def test_a_setting_without_effect_or_sense_is_refused(
+    yes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    data = jsonl(tmp_path / "d.jsonl", ROWS)
+    assert cli.main(["eval", str(yes), data, *flags, *HERE]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["los", "", "field:", "loss,exact-match"])

@@ -10,7 +10,7 @@ import pytest
 import afina
 from afina import cli
 from afina.config import GenerateSettings
-from tests.tiny import byte_tokenizer, save_model, save_run, says, tiny_llama
+from tests.tiny import byte_tokenizer, follow, save_model, save_run, says, tiny_llama
 
 HERE = ["--device", "cpu", "--dtype", "fp32"]
 
@@ -94,6 +94,23 @@ def test_a_run_reads_prompts_with_its_columns_and_tools(model: Path, tmp_path: P
     assert cli.main(words) == 0
     assert [row["prompt"] for row in lines_of(out)] == ["one"]
     assert cli.main(["generate", str(model), *words[2:], "--force"]) == 3
+
+
+def test_what_cut_an_answer_short_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = follow(tiny_llama(hidden_size=320, max_position_embeddings=64), {}, default=97)
+    base = save_model(tmp_path / "m", model, byte_tokenizer(chat=False))
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("x" * 54 + "\nx\n", encoding="utf-8")
+    words = ["generate", str(base), str(prompts), "-o", "-", "--plain", *HERE]
+    assert cli.main([*words, "--max-new-tokens", "20"]) == 0
+    shown = capsys.readouterr()
+    assert [json.loads(line)["tokens"] for line in shown.out.splitlines()] == [10, 20]
+    assert (
+        "2 answers in -; 1 reached the 20 tokens of --max-new-tokens; "
+        "1 reached the end of the model's context\n"
+    ) in shown.err
 
 
 def test_an_output_is_never_replaced_unasked(

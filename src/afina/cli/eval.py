@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from afina.cli.common import table
+from afina.cli.common import resolve_run, table
 from afina.cli.loading import (
     Device,
     Dtype,
@@ -19,8 +19,15 @@ from afina.cli.loading import (
     Token,
     load_source,
 )
+from afina.cli.metrics import (
+    METRICS,
+    eval_flags,
+    parse_metrics,
+    refuse_unchosen,
+    refuse_unmeasured,
+)
 from afina.cli.output import note, progress, refuse_unwritable, write_json, write_jsonl
-from afina.errors import ConfigError, nearest
+from afina.errors import ConfigError
 
 EXAMPLES = (
     "afina eval runs/calls-001 test.jsonl",
@@ -30,9 +37,8 @@ EXAMPLES = (
     "afina eval smollm2-135m book.txt --metrics loss --set data.max_tokens=512",
 )
 
-ANSWERED = ("exact_match", "json_match")
-FIELD = re.compile("field:.+")
-METRICS = ("loss", "perplexity", *ANSWERED, "accuracy", "accuracy_per_token", "field:NAME")
+IDLE = ("train", "techniques", "model", "revision", "val")
+"""Groups and settings of a run that an evaluation never looks at."""
 
 # Of a run's data settings these say which of its training rows were taken, which is nothing to other data.
 OF_TRAINING = ("max_rows", "subset", "split", "val_fraction")
@@ -73,31 +79,22 @@ def command(
     """
     wanted = parse_metrics(metrics)
     refuse_unwritable(json_file, rows_out, force=force)
-    source = Source(name, dtype, device, revision, token, offline)
-    loaded = load_source(source, with_base=beside_base)
+    target = resolve_run(name)
     flags = {
-        "model": loaded.target.base,
+        "model": target.base,
         "data.source": data,
         "eval.max_rows": limit,
         "eval.batch_rows": batch_rows,
         "eval.answers.batch_rows": batch_rows,
         "eval.answers.max_new_tokens": max_new_tokens,
-        **_eval_flags(wanted),
+        **eval_flags(wanted),
     }
-    config = _resolve(loaded, flags, sets or [])
-    from afina.evaluate import inputs
-
-    prepared = inputs.prepared(loaded.model, loaded.tokenizer, config.source, config.data)
-    for line in prepared.report.lines():
-        note(line)
-    scores = _measure(loaded.model, loaded, prepared.rows, config.eval)
-    before = None
-    if beside_base:
-        with loaded.base() as base:
-            before = _measure(base, loaded, prepared.rows, config.eval)
-    show = (
-        note if "-" in (json_file, rows_out) else print
-    )  # JSON on the standard output is alone there
+    config = _resolve(target.run, flags, sets or [])
+    source = Source(name, dtype, device, revision, token, offline)
+    loaded = load_source(source, with_base=beside_base)
+    prepared, scores, before = _scores(loaded, config, wanted, beside_base=beside_base)
+    # JSON on the standard output is alone there.
+    show = note if "-" in (json_file, rows_out) else print
     show(report(scores, before, wanted))
     try:
         if json_file is not None:
@@ -105,45 +102,37 @@ def command(
     finally:  # the rows are not lost with the scores' file
         if rows_out is not None:
             write_jsonl(rows_out, _rows(scores, before))
+    refuse_unmeasured(wanted, scores.values)
 
 
-def parse_metrics(text: str | None) -> tuple[str, ...] | None:
-    """The metrics of a comma-separated list; None for no list.
+def _scores(
+    loaded: Loaded, config: Any, wanted: tuple[str, ...] | None, *, beside_base: bool
+) -> tuple[Any, Any, Any]:
+    """The prepared rows, the model's scores, and its base's, if asked for."""
+    from afina.evaluate import inputs
+
+    prepared = inputs.prepared(loaded.model, loaded.tokenizer, config.source, config.data)
+    refuse_unchosen(wanted, prepared.rows, config.eval.choices)
+    for line in prepared.report.lines():
+        note(line)
+    scores = _measure(loaded.model, loaded, prepared.rows, config.eval)
+    if not beside_base:
+        return prepared, scores, None
+    with loaded.base() as base:
+        return prepared, scores, _measure(base, loaded, prepared.rows, config.eval)
+
+
+def _resolve(run: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
+    """A run's own settings under the flags and --set, as a run configuration.
 
     Raises:
-        ConfigError: one is unknown.
+        ConfigError: one is unknown, out of range, or of no effect here.
     """
-    if text is None:
-        return None
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [n for n in names if n not in METRICS[:-1] and not FIELD.fullmatch(n)]
-    if unknown or not names:
-        near = nearest(unknown[0], METRICS) if unknown else []
-        raise ConfigError(
-            "--metrics names something that is not measured",
-            got=", ".join(unknown) or repr(text),
-            wanted=", ".join(METRICS),
-            cure=f"did you mean {near[0]}?" if near else None,
-        )
-    return names
-
-
-def _eval_flags(wanted: tuple[str, ...] | None) -> dict[str, Any]:
-    """What the metrics ask of the evaluation: whether answers are needed, and which fields of them."""
-    if wanted is None:
-        return {}
-    fields = [name.removeprefix("field:") for name in wanted if name.startswith("field:")]
-    needed = bool(fields) or any(name in ANSWERED for name in wanted)
-    return {"eval.generate": needed, "eval.fields": fields or None}
-
-
-def _resolve(loaded: Loaded, flags: dict[str, Any], sets: list[str]) -> Any:
-    """A run's own settings under the flags and --set, as a run configuration."""
     from afina.config import load_config
     from afina.data.settings import DataSettings
     from afina.table import TECHNIQUES
 
-    run = loaded.target.run
+    _refuse_idle(sets)
     fresh = {f"data.{name}": DataSettings.model_fields[name].default for name in OF_TRAINING}
     said = {text.partition("=")[0].strip() for text in sets}
     cleared = [f"{path}={_word(value)}" for path, value in fresh.items() if path not in said]
@@ -154,6 +143,19 @@ def _resolve(loaded: Loaded, flags: dict[str, Any], sets: list[str]) -> Any:
         flags=flags,
         sets=[*(cleared if run is not None else ()), *sets],
     ).config
+
+
+def _refuse_idle(sets: list[str]) -> None:
+    """Raises for a setting that an evaluation never looks at, which its user thinks it does."""
+    for text in sets:
+        path = text.partition("=")[0].strip()
+        if path.partition(".")[0] in IDLE:
+            raise ConfigError(
+                f"--set {path} changes nothing in an evaluation",
+                got=text,
+                wanted="data.… or eval.…",
+                cure="leave it out; what was trained is fixed, and the model is the first argument",
+            )
 
 
 def _word(value: Any) -> str:
@@ -175,7 +177,6 @@ def report(scores: Any, before: Any = None, wanted: tuple[str, ...] | None = Non
         wanted: the metrics to show; None shows all.
     """
     names = [name for name in scores.values if wanted is None or name in wanted]
-    missing = [name for name in wanted or () if name not in scores.values]
     lines = []
     if before is None:
         rows = [(name, _value(scores, name), _over(scores, name)) for name in names]
@@ -189,7 +190,6 @@ def report(scores: Any, before: Any = None, wanted: tuple[str, ...] | None = Non
             for name in names
         ]
         lines.append(table(rows, head=("", "base", "tuned", "difference")))
-    lines += [f"{name}: these rows do not have what it needs" for name in missing]
     return "\n".join(lines)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +22,9 @@ from afina.cli.loading import (
     run_settings,
 )
 from afina.cli.output import note, progress, refuse_unwritable, write_jsonl
+
+if TYPE_CHECKING:
+    from afina.models.generate import Completion
 
 EXAMPLES = (
     "afina generate runs/calls-001 prompts.txt -o answers.jsonl",
@@ -108,6 +112,14 @@ def command(
             for number, (one, answer) in enumerate(zip(asked, answers, strict=True))
         ),
     )
-    cut = sum(answer.stop_reason == "length" for answer in answers)
-    limit = f"; {cut} reached the {max_new_tokens} tokens of --max-new-tokens" if cut else ""
-    note(f"{len(answers)} answers in {out}{limit}")
+    note(f"{len(answers)} answers in {out}{_cut_short(answers, max_new_tokens)}")
+
+
+def _cut_short(answers: Sequence[Completion], most: int) -> str:
+    """How many answers did not end by themselves, and what ended them."""
+    lengths = [len(answer.tokens) for answer in answers if answer.stop_reason == "length"]
+    by_limit = sum(length == most for length in lengths)
+    by_context = len(lengths) - by_limit
+    said = [f"{by_limit} reached the {most} tokens of --max-new-tokens"] if by_limit else []
+    said += [f"{by_context} reached the end of the model's context"] if by_context else []
+    return "".join(f"; {one}" for one in said)

@@ -24,8 +24,14 @@ TOP = ("model", "revision", "val")
 Layer = dict[Path, tuple[Any, str]]
 """What one layer gives: a value and its origin, by path."""
 
-FLAG_NAMES = {"model": "MODEL", "data.source": "DATA"}
-"""How the command line calls the settings it takes without a flag."""
+FLAG_NAMES = {
+    "model": "MODEL",
+    "data.source": "DATA",
+    "eval.max_rows": "--limit",
+    "eval.fields": "--metrics",
+    "eval.generate": "--metrics",
+}
+"""How the command line calls the settings that its flags name otherwise."""
 
 
 @dataclass(frozen=True)
