@@ -74,3 +74,8 @@ def nearest(word: str, known: list[str] | tuple[str, ...], most: int = 3) -> lis
     import difflib
 
     return difflib.get_close_matches(word, known, n=most, cutoff=0.5)
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words: "1 row", "2 rows"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

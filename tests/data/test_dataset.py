@@ -204,8 +204,8 @@ def test_duplicates_empty_answers_and_dates_are_said() -> None:
     report = ready(SHORT, SHORT, turns("Hi", "")).report
     assert report.duplicates == 1
     text = "\n".join(report.lines())
-    assert "1 rows repeat the content of an earlier row" in text
-    assert "1 rows have an empty answer; first: row:3" in text
+    assert "1 row with the content of an earlier row" in text
+    assert "1 row with an empty answer; first: row:3" in text
     tokenizer = tokenizer_of(kit.CHATML)
     tokenizer.chat_template = "{{ strftime_now('%Y') }}" + kit.CHATML
     notes = prepare([SHORT], tokenizer, DataSettings()).report.notes

@@ -107,7 +107,7 @@ def test_plain_forms_and_choices() -> None:
 def test_why_is_said() -> None:
     format, _ = examples({"prompt": "a", "completion": "b", "text": "c"})
     assert format == Format(
-        "prompt_completion", "all 1 rows have prompt and completion (they would also fit text)"
+        "prompt_completion", "the one row has prompt and completion (they would also fit text)"
     )
 
 
@@ -129,7 +129,7 @@ def test_the_first_row_that_differs_is_named() -> None:
 def test_an_empty_cell_makes_a_row_differ() -> None:
     with pytest.raises(DataError, match=r"f\.jsonl:2") as caught:
         examples({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None})
-    assert "empty ['completion']" in str(caught.value)
+    assert "of which empty ['completion']" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_an_empty_cell_makes_a_row_differ() -> None:
     [
         ({"question": "a", "answer": "b"}, "{prompt: question, completion: answer}"),
         ({"input": "a", "output": "b"}, "{prompt: input, completion: output}"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{prompt: prompt, completion: chosen}"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'data.columns={completion: chosen}'"),
         ({"Sentence": "a", "Class": 1}, "{text: Sentence, label: Class}"),
         ({"en": "a", "pt": "b", "n": 1}, "{prompt: en, completion: pt}"),
         ({"Body": "a"}, "{text: Body}"),
@@ -151,6 +151,22 @@ def test_other_columns_are_not_guessed_but_the_cure_is_typed_out(
         examples(columns)
     assert f"columns {list(columns)}" in str(caught.value)
     assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cure"),
+    [
+        ([{"prompt": "a", "completion": None}], "fill completion in f.jsonl:1, or remove that row"),
+        ([{"text": None}], "fill text in f.jsonl:1"),
+        ([{"prompt": "a", "completion": "b"}] * 2 + [{"prompt": None, "completion": None}],
+         "fill prompt and completion in f.jsonl:3"),
+        ([{"question": "a", "answer": None, "reply": "b"}], "{prompt: question, completion: reply}"),
+    ],
+)  # fmt: skip
+def test_an_empty_column_is_named_and_never_proposed(rows: list[dict[str, Any]], cure: str) -> None:
+    with pytest.raises(DataError, match="of which empty ") as caught:
+        examples(*rows)
+    assert f"cure:   {cure}" in str(caught.value).replace("--set 'data.columns=", "")
 
 
 def test_a_mapping_overrides() -> None:

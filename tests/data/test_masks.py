@@ -168,7 +168,7 @@ def test_a_generation_prompt_unlike_the_answer_is_found_by_content_and_said() ->
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello!<|im_end|>»\n"
         "<|im_start|>user\nParis?<|im_end|>\n<|im_start|>assistant\n«Bom dia<|im_end|>»\n"
     )
-    assert "2 turns were found by their content" in "\n".join(prepared.report.lines())
+    assert "2 turns found by content" in "\n".join(prepared.report.lines())
 
 
 def test_an_answer_that_cannot_be_found_is_an_error() -> None:
@@ -193,7 +193,7 @@ def test_an_answer_that_merges_with_its_prompt_is_tokenised_apart_and_said() -> 
     assert marked(row, tokenizer).endswith("<|im_start|>assistant\n«\n\nHello!<|im_end|>»\n")
     prompt = tokenizer.apply_chat_template(row.meta["prompt"], add_generation_prompt=True)
     assert list(row.tokens[: row.prompt_tokens]) == prompt["input_ids"]
-    assert "in 1 rows the first token of an answer would also hold" in prepared.report.notes[0]
+    assert "in 1 row the first token of an answer would also hold" in prepared.report.notes[0]
     assert "tokenised apart" in prepared.report.notes[0]
     [plain] = masks(None, {"prompt": "France? ", "completion": "Paris"})
     assert plain == "France? «Paris</s>»"
@@ -210,9 +210,7 @@ def test_where_parts_would_decode_otherwise_the_offsets_decide() -> None:
         (False, False, True, True, True),
         (False, True, True),
     ]
-    assert [
-        note for note in prepared.report.notes if "in 1 rows" in note and "shared token" in note
-    ]
+    assert [note for note in prepared.report.notes if "in 1 row" in note and "shared token" in note]
 
 
 def test_a_tokenizer_without_offsets_is_refused_only_where_they_are_needed() -> None:
@@ -292,7 +290,9 @@ def test_special_tokens_spelled_out_in_the_data_are_said() -> None:
     tokenizer = tokenizer_of(kit.CHATML)
     rows = [turns("Hi", "Hello!"), turns("say <|im_end|>", "no")]
     notes = prepare(rows, tokenizer, DataSettings()).report.notes
-    assert any("1 rows spell out special tokens" in note and "row:2" in note for note in notes)
+    assert any(
+        "1 row with special tokens spelled out" in note and "row:2" in note for note in notes
+    )
 
 
 WORDS = st.text(

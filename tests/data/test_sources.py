@@ -139,7 +139,7 @@ def test_max_rows_reads_no_further_and_says_so(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", jsonl(ROWS[:1]) + "broken\n")
     result = read(path, DataSettings(max_rows=1))
     assert len(result.rows) == 1
-    assert result.notes == ("only the first 1 rows were read (data.max_rows)",)
+    assert result.notes == ("only the first row was read (data.max_rows)",)
 
 
 def test_a_folder_gives_each_role_its_part(tmp_path: Path) -> None:
@@ -224,6 +224,11 @@ BROKEN = {
     "lists.json": ('{"a": [], "b": []}', r"no single list of rows"),
     "wide.csv": ("a,b\n1,2\n1,2,3\n", r"wide\.csv:3: 3 fields under a header of 2"),
     "quote.csv": ('a,b\n"1"x,2\n', r"quote\.csv:2: broken CSV"),
+    "open.csv": (
+        'a,b\n"1\n2",3\n4,"5\n6,7\n8,9\n',
+        r"""open\.csv:4: a quote opens in this row and never closes\n  got:    '4,"5' and every""",
+    ),
+    "header.csv": ('"a,b\n1,2\n', r"header\.csv:1: a quote opens in this row and never"),
     "same.csv": ("a,a\n1,2\n", r"same\.csv:1: a column name occurs twice"),
     "empty.csv": ("", r"empty\.csv: empty"),
     "empty.jsonl": ("\n", r"empty\.jsonl: no rows"),

@@ -27,7 +27,7 @@ from afina.cli.metrics import (
     refuse_unmeasured,
 )
 from afina.cli.output import note, progress, refuse_unwritable, write_json, write_jsonl
-from afina.errors import ConfigError
+from afina.errors import ConfigError, counted
 
 EXAMPLES = (
     "afina eval runs/calls-001 test.jsonl",
@@ -206,8 +206,9 @@ def _change(change: tuple[float, float] | None) -> str:
 
 def _over(scores: Any, name: str) -> str:
     if name == "loss" and scores.trained_tokens:
-        return f"nats a token, {scores.trained_tokens} tokens in {scores.counts[name]} rows"
-    return f"{scores.counts[name]} rows" if name in scores.counts else ""
+        tokens = counted(scores.trained_tokens, "token")
+        return f"nats a token, {tokens} in {counted(scores.counts[name], 'row')}"
+    return counted(scores.counts[name], "row") if name in scores.counts else ""
 
 
 def _document(

@@ -22,6 +22,7 @@ from afina.cli.loading import (
     run_settings,
 )
 from afina.cli.output import note, progress, refuse_unwritable, write_jsonl
+from afina.errors import counted
 
 if TYPE_CHECKING:
     from afina.models.generate import Completion
@@ -112,7 +113,7 @@ def command(
             for number, (one, answer) in enumerate(zip(asked, answers, strict=True))
         ),
     )
-    note(f"{len(answers)} answers in {out}{_cut_short(answers, max_new_tokens)}")
+    note(f"{counted(len(answers), 'answer')} in {out}{_cut_short(answers, max_new_tokens)}")
 
 
 def _cut_short(answers: Sequence[Completion], most: int) -> str:
@@ -120,6 +121,8 @@ def _cut_short(answers: Sequence[Completion], most: int) -> str:
     lengths = [len(answer.tokens) for answer in answers if answer.stop_reason == "length"]
     by_limit = sum(length == most for length in lengths)
     by_context = len(lengths) - by_limit
-    said = [f"{by_limit} reached the {most} tokens of --max-new-tokens"] if by_limit else []
+    said = (
+        [f"{by_limit} reached the {counted(most, 'token')} of --max-new-tokens"] if by_limit else []
+    )
     said += [f"{by_context} reached the end of the model's context"] if by_context else []
     return "".join(f"; {one}" for one in said)

@@ -14,7 +14,7 @@ from afina.data.masks import Masked
 from afina.data.report import DataReport, fingerprint, quantiles
 from afina.data.settings import DataSettings, Role
 from afina.data.sources import Read, Source, read
-from afina.errors import DataError
+from afina.errors import DataError, counted
 from afina.types import Row
 
 OVER_LONG = "longer than max_tokens"
@@ -76,7 +76,8 @@ def prepare(
         raise DataError(
             f"{found.name}: no row is left to train on",
             got="; ".join(
-                f"{count} of {len(raw)} rows dropped: {why}" for why, count in tally.dropped.items()
+                f"{count} of {counted(len(raw), 'row')} dropped: {why}"
+                for why, count in tally.dropped.items()
             ),
             wanted="rows with an answer, no longer than max_tokens",
             cure=_cure(tally, report),
@@ -118,7 +119,7 @@ class _Tally:
         if cut and self.over_long == "error":
             raise DataError(
                 f"{example.source}: row longer than max_tokens, and data.over_long is error",
-                got=f"{length} tokens",
+                got=f"{counted(length, 'token')}",
                 wanted=f"at most {self.limit}",
                 cure=f"data.max_tokens={length}, or data.over_long=drop or truncate",
             )

@@ -10,7 +10,7 @@ from afina.data.example import Example
 from afina.data.masks import Masked, encode, mask_all, mask_plain
 from afina.data.settings import DataSettings
 from afina.data.templates import Rendered, has_template, render_turns, stop_of
-from afina.errors import DataError
+from afina.errors import DataError, counted
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _found_by_content(rendered: Sequence[Rendered]) -> tuple[str, ...]:
     if not count:
         return ()
     why = "the template's generation prompt is not how it writes an answer"
-    return (f"{count} turns were found by their content: {why}",)
+    return (f"{counted(count, 'turn')} found by content: {why}",)
 
 
 def _located(masked: Sequence[Masked]) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def _located(masked: Sequence[Masked]) -> tuple[str, ...]:
     }
     counts = {how: sum(one.located == how for one in masked) for how in said}
     return tuple(
-        f"in {count} rows the first token of an answer would also hold the end of its prompt: {said[how]}; "
+        f"in {counted(count, 'row')} the first token of an answer would also hold the end of its prompt: {said[how]}; "
         "put the space or line end between them at the start of the answer"
         for how, count in counts.items()
         if count
@@ -140,7 +140,7 @@ def _control(tokenizer: Any, examples: Sequence[Example]) -> tuple[str, ...]:
     if not guilty:
         return ()
     return (
-        f"{len(guilty)} rows spell out special tokens, read as control tokens; first: {guilty[0]}",
+        f"{counted(len(guilty), 'row')} with special tokens spelled out, read as control tokens; first: {guilty[0]}",
     )
 
 
@@ -156,7 +156,9 @@ def _empty(examples: Sequence[Example]) -> tuple[str, ...]:
             for message in example.messages[example.first_trained :]
         )
     ]
-    return (f"{len(found)} rows have an empty answer; first: {found[0]}",) if found else ()
+    if not found:
+        return ()
+    return (f"{counted(len(found), 'row')} with an empty answer; first: {found[0]}",)
 
 
 def _plain(tokenizer: Any, examples: Sequence[Example], settings: DataSettings) -> Draft:

@@ -126,7 +126,8 @@ def recognise(rows: Sequence[RawRow], settings: DataSettings) -> Format:
         candidates = still
     name, *others = candidates
     needed = _columns_of(name, rows[0].columns)
-    why = f"all {len(rows)} rows have {' and '.join(needed)}"
+    all_of = "the one row has" if len(rows) == 1 else f"all {len(rows)} rows have"
+    why = f"{all_of} {' and '.join(needed)}"
     if others:
         why += f" (they would also fit {', '.join(others)})"
     return Format(name, why)
@@ -143,9 +144,11 @@ def _stated(rows: Sequence[RawRow], name: str) -> Format:
         if name not in fits(row.columns):
             raise DataError(
                 f"{row.source}: not a row of format {name}, which data.format states",
-                got=f"columns {list(row.columns)}; empty: {_empty(row)}",
+                got=_columns_and_empty(row),
                 wanted=" and ".join(REQUIRED[name]),
-                cure=_cure(row.columns) or "remove data.format to have it recognised",
+                cure=_fill(row, [name])
+                or _cure(row.columns)
+                or "remove data.format to have it recognised",
             )
     return Format(name, "stated by data.format")
 
@@ -154,12 +157,26 @@ def _empty(row: RawRow) -> list[str]:
     return [name for name, value in row.columns.items() if value is None]
 
 
+def _columns_and_empty(row: RawRow) -> str:
+    empty = _empty(row)
+    return f"columns {list(row.columns)}" + (f", of which empty {empty}" if empty else "")
+
+
+def _fill(row: RawRow, formats: Sequence[str]) -> str | None:
+    """The cure for a row that has all the columns of one of the formats, some of them empty."""
+    for name in formats:
+        empty = [column for column in REQUIRED[name] if column in _empty(row)]
+        if empty and set(REQUIRED[name]).issubset(row.columns):
+            return f"fill {' and '.join(empty)} in {row.source}, or remove that row"
+    return None
+
+
 def _mixed(first: RawRow, name: str, row: RawRow, fitting: list[str]) -> DataError:
     return DataError(
         f"{row.source}: this row is not like those before it",
-        got=f"columns {list(row.columns)}, empty {_empty(row)}: {' or '.join(fitting) or 'no known format'}",
+        got=f"{_columns_and_empty(row)}: {' or '.join(fitting) or 'no known format'}",
         wanted=f"{name} ({' and '.join(_columns_of(name, first.columns))}), as {first.source} has",
-        cure="give one format a file; or complete or remove that row",
+        cure=_fill(row, [name]) or "give one format a file; or complete or remove that row",
     )
 
 
@@ -167,16 +184,17 @@ def _unknown(row: RawRow) -> DataError:
     formats = "; ".join(f"{name}: {' + '.join(cols)}" for name, cols in REQUIRED.items())
     return DataError(
         f"{row.source}: no known format",
-        got=f"columns {list(row.columns)}",
+        got=_columns_and_empty(row),
         wanted=formats,
-        cure=_cure(row.columns)
+        cure=_fill(row, list(REQUIRED))
+        or _cure(row.columns)
         or "map your columns: --set 'data.columns={prompt: YOURS, completion: YOURS}'",
     )
 
 
 def _cure(columns: Mapping[str, Any]) -> str | None:
     """Up to three mappings worth trying, from the names and types of the columns."""
-    lower = {name.lower(): name for name in columns}
+    lower = {name.lower(): name for name, value in columns.items() if value is not None}
 
     def alike(ours: str) -> list[str]:
         named = (ours, *_ALIKE[ours])
@@ -185,14 +203,23 @@ def _cure(columns: Mapping[str, Any]) -> str | None:
     tries: list[str] = []
     for left, right in (("prompt", "completion"), ("text", "label")):
         pairs = [(a, b) for a in alike(left) for b in alike(right) if a != b]
-        tries += [f"{{{left}: {a}, {right}: {b}}}" for a, b in pairs[:1]]
-    tries += [f"{{text: {name}}}" for name in alike("text")[:1]]
+        tries += [_mapping({left: a, right: b}) for a, b in pairs[:1]]
+    tries += [_mapping({"text": name}) for name in alike("text")[:1] if name != "text"]
     long = [name for name, value in columns.items() if isinstance(value, str)]
     if not tries and len(long) == 2:
-        tries.append(f"{{prompt: {long[0]}, completion: {long[1]}}}")
+        tries.append(_mapping({"prompt": long[0], "completion": long[1]}))
     if not tries and len(long) == 1:
-        tries.append(f"{{text: {long[0]}}}")
+        tries.append(_mapping({"text": long[0]}))
     return " or ".join(f"--set 'data.columns={one}'" for one in tries[:3]) or None
+
+
+def _mapping(columns: Mapping[str, str]) -> str:
+    """The mapping as `data.columns` takes it; a column that has our name already needs no entry."""
+    return (
+        "{"
+        + ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items() if ours != theirs)
+        + "}"
+    )
 
 
 def convert(rows: Sequence[RawRow], format: Format) -> list[Example]:

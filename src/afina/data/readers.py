@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from afina.errors import DataError
+from afina.errors import DataError, counted
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 
@@ -174,6 +174,7 @@ def read_csv(path: Path) -> Rows:
     tab = ".tsv" in path.suffixes
     separator = "\t" if tab else max(",;\t", key=first.count)
     limit = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    line = 1
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         header = next(reader, None)
@@ -186,7 +187,7 @@ def read_csv(path: Path) -> Rows:
             if fields:
                 if len(fields) != len(header):
                     raise DataError(
-                        f"{path}:{line}: {len(fields)} fields under a header of {len(header)}",
+                        f"{path}:{line}: {counted(len(fields), 'field')} under a header of {len(header)}",
                         got=[field[:30] for field in fields[:8]],
                         wanted=f"{header} separated by {separator!r}",
                         cure="quote a field that contains the separator or a line end",
@@ -194,9 +195,27 @@ def read_csv(path: Path) -> Rows:
                 yield line, dict(zip(header, fields, strict=True))
             line = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: broken CSV", got=error) from error
+        raise _broken(path, text, line, reader.line_num, error) from error
     finally:
         csv.field_size_limit(limit)
+
+
+def _broken(path: Path, text: str, begin: int, line: int, error: csv.Error) -> DataError:
+    """What csv found wrong in the row that begins on line `begin`; it noticed on `line`."""
+    if "unexpected end" in str(error):
+        shown = text.split("\n")[begin - 1].strip()
+        return DataError(
+            f"{path}:{begin}: a quote opens in this row and never closes",
+            got=f"{shown[:80]!r} and everything after it",
+            wanted='"…" around a field; a quote inside one written twice, as ""',
+            cure="close the quote, or quote the whole field and double the quotes in it",
+        )
+    return DataError(
+        f"{path}:{line}: broken CSV",
+        got=error,
+        wanted='"…" around a whole field; a quote inside one written twice, as ""',
+        cure="correct that line",
+    )
 
 
 def read_parquet(path: Path) -> Rows:

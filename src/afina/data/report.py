@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from afina.errors import counted
 from afina.types import Row
 
 _QUANTILES = (("min", 0.0), ("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
@@ -62,7 +63,7 @@ class DataReport:
             f"  rows     {self.kept} of {self.read} kept"
             + "".join(f"; {count} dropped: {why}" for why, count in self.dropped.items())
             + (f"; {self.truncated} truncated" if self.truncated else "")
-            + (f"; {self.lost_tokens} tokens lost" if self.lost_tokens else ""),
+            + (f"; {counted(self.lost_tokens, 'token')} lost" if self.lost_tokens else ""),
             f"  tokens   {self.tokens}, of which trained {self.trained_tokens}{share}",
             "  lengths  "
             + ", ".join(f"{name} {value}" for name, value in self.lengths.items())
@@ -74,7 +75,8 @@ class DataReport:
             shown = ", ".join(self.labels[:8]) + (", …" if len(self.labels) > 8 else "")
             out.append(f"  classes  {len(self.labels)}: {shown}")
         if self.duplicates:
-            out.append(f"  note     {self.duplicates} rows repeat the content of an earlier row")
+            again = counted(self.duplicates, "row")
+            out.append(f"  note     {again} with the content of an earlier row")
         return out + [f"  note     {note}" for note in self.notes]
 
 

@@ -76,7 +76,9 @@ def read(source: Source, settings: DataSettings, role: Role = "train") -> Read:
     if not rows:
         raise DataError(f"{name}: no rows", wanted="at least one row")
     if settings.max_rows is not None and len(rows) == settings.max_rows:
-        notes.append(f"only the first {len(rows)} rows were read (data.max_rows)")
+        notes.append(
+            f"only the first {f'{len(rows)} rows were' if len(rows) > 1 else 'row was'} read (data.max_rows)"
+        )
     return Read(rows, name, tuple(notes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from afina.errors import DataError
+from afina.errors import DataError, counted
 from afina.types import Row
 
 
@@ -42,7 +42,7 @@ def split(rows: Sequence[Row], fraction: float, seed: int = 0) -> tuple[list[Row
     if len(set(places)) < 2:
         raise DataError(
             "the data cannot be split: all rows have the same content",
-            got=f"{len(rows)} rows",
+            got=f"{counted(len(rows), 'row')}",
             wanted="at least two different rows",
             cure="data.val_fraction=0, or give validation rows with --val FILE",
         )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from afina.errors import DataError
+from afina.errors import DataError, counted
 
 
 def mean_loss(sums: Sequence[float], tokens: Sequence[int]) -> float:
@@ -24,7 +24,7 @@ def mean_loss(sums: Sequence[float], tokens: Sequence[int]) -> float:
     if total == 0:
         raise DataError(
             "there is nothing to measure a loss on",
-            got=f"{len(tokens)} rows without a trained token",
+            got=f"{counted(len(tokens), 'row')} without a trained token",
             cure="give rows with an answer, or a text",
         )
     return math.fsum(sums) / total

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import BaseStreamer
 
 from afina.config import GenerateSettings, of_kind
-from afina.errors import ModelError
+from afina.errors import ModelError, counted
 from afina.models.prompts import Prompt, check_pair, check_prompts, encode
 from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
@@ -154,7 +154,7 @@ def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings, row: int
     if len(ids) >= limit:
         raise ModelError(
             f"prompt {row + 1} fills the model's whole context",
-            got=f"{len(ids)} tokens",
+            got=counted(len(ids), "token"),
             wanted=f"fewer than {limit}",
             cure="shorten the prompt",
         )
