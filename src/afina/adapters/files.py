@@ -159,7 +159,7 @@ def peft_tensors(edit: Edit) -> dict[str, Tensor]:
     for name, delta in edit.deltas.items():
         if not isinstance(delta, LoRADelta):
             raise AdapterError(
-                "PEFT's layout cannot hold this", got=type(delta).__name__, wanted="LoRA"
+                "the layout of PEFT cannot hold this", got=type(delta).__name__, wanted="LoRA"
             )
         module = PREFIX + name.removesuffix(".lora")
         if delta.kind == "embedding":
@@ -184,7 +184,7 @@ def peft_config(edit: Edit, base: str) -> dict[str, Any]:
     """
     if [t.key for t in edit.techniques] != ["lora"]:
         raise AdapterError(
-            "PEFT's layout holds one LoRA",
+            "the layout of PEFT holds one LoRA",
             got=", ".join(t.key for t in edit.techniques) or "no technique",
             cure="save a fully trained model with model.save_pretrained",
         )

@@ -48,7 +48,7 @@ def resolve_run(name: str) -> Target:
             return _of_adapter(place)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(
-            "The folder is neither a run, nor an adapter, nor a model",
+            "the folder is neither a run, nor an adapter, nor a model",
             got=name,
             wanted="config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
         )
@@ -59,13 +59,13 @@ def _of_run(folder: Path) -> Target:
     settings = read_file(folder / "config.yaml").value
     base = settings.get("model") if isinstance(settings, dict) else None
     if not isinstance(base, str):
-        raise RunError("The run's configuration names no model", got=folder / "config.yaml")
+        raise RunError("the run's configuration names no model", got=folder / "config.yaml")
     if (folder / "model" / "config.json").is_file():  # full fine-tuning keeps the whole model
         return Target(str(folder / "model"), None, folder)
     adapter = folder / "adapter"
     if not (adapter / "adapter_config.json").is_file():
         raise RunError(
-            "The run has no adapter yet",
+            "the run has no adapter yet",
             got=folder,
             wanted=f"{adapter}/adapter_config.json",
             cure="let it train to its end, or go on with: afina train … --resume",
@@ -102,7 +102,7 @@ def _of_adapter(folder: Path) -> Target:
     base = settings.get("base_model_name_or_path")
     if not base:
         raise AdapterError(
-            "The adapter does not say which model it belongs to",
+            "the adapter does not say which model it belongs to",
             got=folder / "adapter_config.json",
             wanted="base_model_name_or_path",
         )

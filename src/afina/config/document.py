@@ -52,7 +52,7 @@ def read_file(path: Path) -> Node:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            "The configuration file cannot be read",
+            "the configuration file cannot be read",
             got=f"{path} ({error})",
             wanted="a YAML file in UTF-8",
         ) from None
