@@ -276,6 +276,11 @@ def test_values_of_set(here: Path) -> None:
     [
         ("trian: {}\n", "run.yaml:3: unknown setting 'trian'\n  cure:   did you mean train?"),
         ("lr: 1\n", "run.yaml:3: unknown setting 'lr'\n  cure:   did you mean train.lr?"),
+        (
+            "low: {rank: 1}\n",
+            "run.yaml:3: unknown setting 'low'\n"
+            "  cure:   did you mean techniques.low? In YAML it is listed: techniques: [low: {…}]",
+        ),
         ("rank: 1\n", "run.yaml:3: unknown setting 'rank'\n  cure:   did you mean techniques.low.rank?"),
         (
             "train:\n  seed: 1\n  scheduler: cosine\n",
@@ -350,6 +355,10 @@ def test_a_slip_in_yaml_is_named_with_its_line(here: Path, text: str, said: str)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (
+            "low.rank=1",
+            "--set: unknown setting 'low.rank'\n  cure:   did you mean techniques.low.rank?",
+        ),
         ("train.lrr=1", "--set: unknown setting 'train.lrr'\n  cure:   did you mean train.lr?"),
         ("steps", "--set needs a setting and a value\n  got:    steps\n  wanted: train.steps=100"),
         ("techniques.low=8", "--set: techniques.low is a group of settings\n  got:    8\n"

@@ -163,7 +163,7 @@ class Given:
         for name in path:
             here = (*here, name)
             if name not in self.shape.names(here[:-1]):
-                return self._unknown(origin, here)
+                return self._unknown(origin, here, path[len(here) :])
             if here[:-1] == ("techniques",) and name not in (self.techniques or []):
                 self.techniques = [*(self.techniques or []), name]
                 self.origins[here] = origin
@@ -284,7 +284,18 @@ class Given:
                 self.techniques.append(key)
                 self.origins[path] = origin
 
-    def _unknown(self, origin: str, path: Path) -> None:
+    def _unknown(self, origin: str, path: Path, rest: Path = ()) -> None:
+        """Notes a name that is no setting; `rest` is what was written after it."""
+        if len(path) == 1 and path[0] in self.shape.techniques:
+            dotted = ".".join((*path, *rest))
+            listed = "" if rest else f" In YAML it is listed: techniques: [{dotted}: {{…}}]"
+            self.problems.append(
+                ConfigError(
+                    at(origin, f"unknown setting {dotted!r}"),
+                    cure=f"did you mean techniques.{dotted}?{listed}",
+                )
+            )
+            return
         names = self.shape.names(path[:-1])
         self.problems.append(unknown(origin, path, names, self.shape.leaves()))
 
