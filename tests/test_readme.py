@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(language: str) -> list[str]:
-    """The README's code blocks of a language."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    """A page's code blocks of a language."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -77,7 +77,10 @@ def test_an_option_that_does_not_exist_is_seen() -> None:
 def test_settings_that_are_named_exist() -> None:
     text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
     named = {shlex.split(each)[0] for each in re.findall(r"--set ('[^']+'|[\w.]+=[^\s`\]]+)", text)}
-    named |= {"=".join(pair) for pair in re.findall(r"`((?:data|train|eval)\.\w+)=([^`]+)`", text)}
+    named |= {
+        "=".join(pair)
+        for pair in re.findall(r"`((?:data|train|eval|techniques|lora)(?:\.\w+)+)=([^`]+)`", text)
+    }
     named = {each for each in named if not each.endswith("NAME=VALUE")}
     assert len(named) > 10
     for each in sorted(named):
@@ -124,6 +127,21 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     trained, loaded = names["edit"].trainable(), names["tuned"].trainable()
     assert trained.keys() == loaded.keys()
     assert all(torch.equal(trained[name], loaded[name]) for name in trained)
+
+
+def test_the_examples_of_the_python_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model", tiny_llama(), byte_tokenizer())
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for source in blocks("python", "docs/python.md"):
+        exec(source.replace('"smollm2-135m"', repr(str(model))), names)
+    assert len(names["answers"]) == 2
+    assert names["scores"].n == 1
+    assert names["scores"].counts["accuracy"] == 1
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").exists()
+    assert names["edit"].trainable()
 
 
 def test_the_row_of_the_readme_is_a_row() -> None:
