@@ -33,6 +33,11 @@ def test_a_folder_that_takes_no_files_is_refused() -> None:
             refuse_unwritable(path, force=False)
 
 
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        refuse_unwritable(str(tmp_path / ("x" * 300)), force=False)
+
+
 def test_one_file_for_two_outputs_is_refused(tmp_path: Path) -> None:
     for path in (str(tmp_path / "x"), "-"):
         with pytest.raises(ConfigError, match="two outputs are one file"):

@@ -24,22 +24,23 @@ def refuse_unwritable(*paths: str | None, force: bool) -> None:
     for number, path in enumerate(named):
         if path in named[:number]:
             raise ConfigError("two outputs are one file", got=path, cure="name two files")
-        if path != "-" and not _is_device(Path(path)):
-            _refuse_existing(Path(path), force=force)
-            _refuse_place(Path(path))
+        if path != "-":
+            try:
+                _refuse_file(Path(path), force=force)
+            except OSError as error:  # a name too long, a folder that may not be looked into
+                raise _unwritable(Path(path), error, "name a file elsewhere") from None
 
 
-def _refuse_existing(file: Path, *, force: bool) -> None:
+def _refuse_file(file: Path, *, force: bool) -> None:
+    if _is_device(file):
+        return
     if file.is_dir():
         raise ConfigError("the output is a folder", got=file, wanted="the name of a file")
     if file.exists() and not force:
         raise ConfigError(
             "the output exists", got=file, cure="name another file, or say --force to replace it"
         )
-
-
-def _refuse_place(file: Path) -> None:
-    """Raises where a file cannot be made, found by making one: rights alone do not tell (a read-only disk)."""
+    # Found by making a file: rights alone do not tell (a read-only disk).
     place = next(folder for folder in file.absolute().parents if os.path.lexists(folder))
     try:
         with tempfile.TemporaryFile(dir=place, prefix=".afina-"):
