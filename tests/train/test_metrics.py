@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,20 +55,31 @@ def test_the_size_found_holds_the_longest_row_and_no_more_than_memory_allows(
     """A pass that takes 1 MB a token, with 100 MB free, of which 60 % may be used."""
     rows = ragged_rows(8)
     longest = max(len(row.tokens) for row in rows)
-    last: list[int] = [0]
+    tried: list[int] = []
+    memory = {"peak": 0, "loaded": 0, "free": 100 * 10**6}
 
-    def run(part: object) -> None:
-        last[0] = sum(len(row.tokens) for row in part)  # type: ignore[attr-defined]
+    def run(part: Any) -> None:
+        tried.append(sum(len(row.tokens) for row in part))
+        memory["peak"] = max(memory["peak"], tried[-1] * 10**6)
 
     cpu = torch.device("cpu")
-    monkeypatch.setattr(micro, "reset_peak", lambda device: True)
     monkeypatch.setattr(micro, "used_bytes", lambda device: 0)
-    monkeypatch.setattr(micro, "peak_bytes", lambda device: last[0] * 10**6)
-    monkeypatch.setattr(micro, "free_bytes", lambda device: 100 * 10**6)
+    monkeypatch.setattr(micro, "peak_bytes", lambda device: memory["peak"])
+    monkeypatch.setattr(micro, "free_bytes", lambda device: memory["free"])
     assert micro.find_tokens(rows, run, cpu)[0] == 60
-    monkeypatch.setattr(micro, "free_bytes", lambda device: 10**12)
+    assert tried == [longest]
+    memory.update(peak=0, free=10**12)
     assert micro.find_tokens(rows, run, cpu)[0] == micro.MOST_TOKENS
-    monkeypatch.setattr(micro, "free_bytes", lambda device: 10**6)
+    memory.update(peak=0, free=10**6)
     assert micro.find_tokens(rows, run, cpu)[0] == longest
-    monkeypatch.setattr(micro, "reset_peak", lambda device: False)
-    assert micro.find_tokens(rows, run, cpu)[0] == micro.UNKNOWN_TOKENS
+    # Where loading took more than one row does, rows are doubled until a pass takes more than loading did.
+    tried.clear()
+    memory.update(peak=3 * longest * 10**6, free=100 * 10**6)
+    assert micro.find_tokens(rows, run, cpu)[0] == 60
+    assert len(tried) > 1
+    assert tried == sorted(tried)
+    monkeypatch.setattr(micro, "peak_bytes", lambda device: None)
+    assert micro.find_tokens(rows, run, cpu) == (
+        micro.MOST_TOKENS,
+        "this system does not tell memory use",
+    )

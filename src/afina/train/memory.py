@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 
 STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The highest use since the start or the last `reset_peak`; None where the system does not tell."""
+    """The highest use since the start; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status("VmHWM")
@@ -34,18 +33,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     found = [line for line in lines if line.startswith("MemAvailable:")]
     return int(found[0].split()[1]) * 1024 if found else None
-
-
-def reset_peak(device: torch.device) -> bool:
-    """Lets the peak be measured anew from here; False where that is not possible."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        CLEAR.write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def _status(key: str) -> int | None:

@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from afina.data.packing import pack
-from afina.train.memory import free_bytes, peak_bytes, reset_peak, used_bytes
+from afina.train.memory import free_bytes, peak_bytes, used_bytes
 from afina.types import Row
 
-MOST_TOKENS = 8192
-"""No more tokens than this in one pass when the size is chosen here: beyond it nothing gets faster."""
+MOST_TOKENS = 2048
+"""No more tokens than this in one pass on a CPU when the size is chosen here: enough for full-rate matrix products."""
 SHARE_OF_FREE = 0.6
 """Share of the free memory that a chosen size may be predicted to take."""
-UNKNOWN_TOKENS = 2048
-"""The size where the system does not tell how much memory a pass takes."""
 
 
 def cut(rows: Sequence[Row], *, rows_each: int | None, tokens_each: int | None) -> list[list[Row]]:
@@ -41,35 +39,30 @@ def find_tokens(
     Returns:
         The tokens of a micro-batch (at least the longest row), and why.
     """
-    longest = max(len(row.tokens) for row in step_rows)
+    ordered = sorted(step_rows, key=lambda row: -len(row.tokens))
+    longest = len(ordered[0].tokens)
     if device.type == "cuda":
-        whole = sum(len(row.tokens) for row in step_rows)
-        return _halve_until_fits(step_rows, run, max(longest, min(MOST_TOKENS, whole)), longest)
-    one = [max(step_rows, key=lambda row: len(row.tokens))]
-    two = [*one, *sorted(step_rows, key=lambda row: -len(row.tokens))[:1]]
-    run(one)  # warms up: the first pass also allocates what later ones reuse
-    if not reset_peak(device):
-        return max(longest, UNKNOWN_TOKENS), "this system does not tell memory use"
-    base = used_bytes(device) or 0
-    run(one)
-    first = (peak_bytes(device) or 0) - base
-    reset_peak(device)
-    run(two)
-    second = (peak_bytes(device) or 0) - base
-    tokens = sum(len(row.tokens) for row in two)
-    each = max(first / longest, second / tokens, 1.0)
-    free = free_bytes(device)
-    if free is None:
-        return max(longest, UNKNOWN_TOKENS), "this system does not tell free memory"
-    fits = int(free * SHARE_OF_FREE / each)
-    why = f"a pass takes about {each / 2**20:.2f} MiB a token, {free / 2**30:.1f} GiB are free"
-    return max(longest, min(MOST_TOKENS, fits)), why
+        return _halve_until_fits(ordered, run, sum(len(row.tokens) for row in ordered), longest)
+    before, base, free = peak_bytes(device), used_bytes(device), free_bytes(device)
+    if before is None or base is None or free is None:
+        return max(longest, MOST_TOKENS), "this system does not tell memory use"
+    count, tokens, peak = 0, 0, before
+    # The system tells the highest use since the start, which loading may have set: rows are added until a pass exceeds
+    # it, and resetting it, which would hide the peak of loading from whoever measures this process, is not needed.
+    while peak <= before and count < len(ordered) and tokens < MOST_TOKENS:
+        count = min(len(ordered), max(1, 2 * count))
+        tokens = sum(len(row.tokens) for row in ordered[:count])
+        run(ordered[:count])
+        peak = peak_bytes(device) or before
+    each = max(1.0, (peak - base) / tokens)
+    bound = "" if peak > before else "at most "
+    why = f"a pass takes {bound}{each / 2**20:.2f} MiB a token, {free / 2**30:.1f} GiB are free"
+    return max(longest, min(MOST_TOKENS, int(free * SHARE_OF_FREE / each))), why
 
 
 def _halve_until_fits(
-    rows: Sequence[Row], run: Callable[[Sequence[Row]], None], tokens: int, least: int
+    ordered: Sequence[Row], run: Callable[[Sequence[Row]], None], tokens: int, least: int
 ) -> tuple[int, str]:
-    ordered = sorted(rows, key=lambda row: -len(row.tokens))
     while True:
         try:
             run(pack(ordered, tokens)[0])
