@@ -57,17 +57,17 @@ def test_an_adapter_names_its_base(tmp_path: Path) -> None:
 
 
 def test_a_base_is_found_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, away = tmp_path / "work" / "runs" / "r", tmp_path / "away"
+    run, away = tmp_path / "desk" / "runs" / "r", tmp_path / "away"
     made = adapter(run / "adapter", base_model_name_or_path="m")
     (run / "config.yaml").write_text("model: m\ndata: d\n", encoding="utf-8")
-    for folder in (tmp_path / "work" / "m", away):
+    for folder in (tmp_path / "desk" / "m", away):
         folder.mkdir()
     monkeypatch.chdir(away)
     assert resolve_run(str(run)).base == "m"  # a folder that is no model is not taken
-    (tmp_path / "work" / "m" / "config.json").write_text("{}", encoding="utf-8")
-    there = str(tmp_path / "work" / "m")
-    assert resolve_run("../work/runs/r").base == resolve_run(str(made)).base == there
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "desk" / "m" / "config.json").write_text("{}", encoding="utf-8")
+    there = str(tmp_path / "desk" / "m")
+    assert resolve_run("../desk/runs/r").base == resolve_run(str(made)).base == there
+    monkeypatch.chdir(tmp_path / "desk")
     assert resolve_run("runs/r").base == "m"
 
 

@@ -28,8 +28,6 @@ from afina import seams
 from afina.errors import TechniqueError
 from afina.tree import Delta, Edit, Side, Technique, match, matches, seed_of
 
-PRESETS = ("all-linear", "attention")
-
 Number = TypeVar("Number", int, float)
 
 

@@ -14,6 +14,9 @@ from torch import nn
 
 from afina.errors import RunError
 
+AUDITED_STEPS = 2
+"""How many steps are looked at: the first, and the one at which what starts silent must speak."""
+
 
 def silent_tensors(trainable: Mapping[str, nn.Parameter]) -> tuple[list[str], list[str]]:
     """Names of the tensors whose gradient is missing, and of those whose gradient is all zero."""
@@ -37,7 +40,7 @@ def audit(
     Raises:
         RunError: naming the tensors.
     """
-    if step > 1:
+    if step >= AUDITED_STEPS:
         return
     missing, zero = silent_tensors(trainable)
     if step == 0:

@@ -24,7 +24,7 @@ from afina.models.forward import to_device, token_losses, trained_logits
 from afina.optim.optimisers import Optimiser
 from afina.optim.schedules import factor
 from afina.parallel.runtime import Mesh
-from afina.train.audit import audit
+from afina.train.audit import AUDITED_STEPS, audit
 from afina.train.memory import peak_bytes
 from afina.tree import Edit, seed_of
 from afina.types import Batch, Row
@@ -154,7 +154,8 @@ def loop(work: Work, windows: Iterator[Sequence[Row]], start: int = 0) -> Iterat
                 before(step, tensors)
             work.optimiser.set_lr(lr)
             work.optimiser.step()
-            audit(tensors, step, work.edit.silent_at_start())
+            if step < AUDITED_STEPS:
+                audit(tensors, step, work.edit.silent_at_start())
         work.optimiser.clear_gradients()
         for after in work.seams.after_step:
             after(step)
