@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from afina.ops.tiles import Rows, Rule, attend, key_mass
+from afina.ops.tiles import Rule, attend, key_mass
+from afina.types import Places
 
 F64 = torch.float64
 
@@ -23,7 +24,14 @@ def draw(m: int, kv: int, g: int, length: int, s: int, d: int, *, seed: int = 0)
     return [torch.randn(z, generator=random, dtype=F64).requires_grad_(True) for z in sizes]
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, rows: Rows, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def evenly(m: int, keys: int) -> Places:
+    """Rows without padding whose queries begin at place 0."""
+    return Places.of(torch.zeros(m, dtype=torch.int64), torch.full((m,), keys))
+
+
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, rows: Places, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp and weights with the matrix written out."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -73,7 +81,7 @@ def test_tiles_equal_the_whole_matrix(
     random = torch.Generator().manual_seed(seed)
     first = torch.randint(ahead + 1, (m,), generator=random)
     keys = torch.randint(1, length + ahead + 1, (m,), generator=random)
-    rows = Rows.of(first, keys)
+    rows = Places.of(first, keys)
     rule = Rule(causal, scale, window, softcap, tile_numbers=tile)
     tensors = draw(m, kv, g, length, length + ahead, 4, seed=seed)
     mine, logsum = attend(*tensors, rows, rule)
@@ -98,7 +106,7 @@ def test_known_masses() -> None:
     """K2 of the known values: uniform attention gives 1 without a mask, H_N − H_j with a causal one."""
     q, k, v = (torch.zeros(1, 1, 5, 4, dtype=F64) for _ in range(3))
     k += torch.randn(k.shape, dtype=F64)
-    rows = Rows.whole(1, 5, q.device)
+    rows = evenly(1, 5)
     for causal, wanted in ((False, [1.0] * 5), (True, [2.283333, 1.283333, 0.783333, 0.45, 0.2])):
         rule = Rule(causal, tile_numbers=7)
         _, logsum = attend(q, k, v, rows, rule)
@@ -109,7 +117,7 @@ def test_known_masses() -> None:
 
 def test_mass_sums_to_the_number_of_queries() -> None:
     q, k, v = (x.detach() for x in draw(2, 2, 2, 9, 9, 4))
-    rows = Rows.of(torch.zeros(2, dtype=torch.int64), torch.tensor([9, 6]))
+    rows = Places.of(torch.zeros(2, dtype=torch.int64), torch.tensor([9, 6]))
     valid = (torch.arange(9) < rows.keys_M[:, None]).double()
     rule = Rule(True, tile_numbers=50)
     _, logsum = attend(q, k, v, rows, rule)
@@ -120,7 +128,7 @@ def test_mass_sums_to_the_number_of_queries() -> None:
 
 def test_dropout_is_a_function_of_its_seed_and_forward_and_backward_agree() -> None:
     tensors = draw(2, 1, 2, 6, 6, 4)
-    rows = Rows.whole(2, 6, tensors[0].device)
+    rows = evenly(2, 6)
     rule = Rule(True, dropout=0.4, seed=11, tile_numbers=60)
     one, _ = attend(*tensors, rows, rule)
     again, _ = attend(*tensors, rows, rule)
@@ -133,7 +141,7 @@ def test_dropout_is_a_function_of_its_seed_and_forward_and_backward_agree() -> N
 def test_dropout_keeps_the_mean() -> None:
     q, k, _ = (x.detach() for x in draw(4, 2, 1, 64, 64, 4))
     v = torch.ones(4, 2, 64, 4, dtype=F64)
-    out, _ = attend(q, k, v, Rows.whole(4, 64, q.device), Rule(False, dropout=0.3, seed=5))
+    out, _ = attend(q, k, v, evenly(4, 64), Rule(False, dropout=0.3, seed=5))
     assert float(out.mean()) == pytest.approx(1, abs=0.02)
     assert float(out.std()) > 0.02
 
@@ -166,7 +174,7 @@ def test_memory_is_linear_in_the_length() -> None:
             return t
 
         with Sizes() as sizes, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out, _ = attend(*tensors, Rows.whole(1, length, tensors[0].device), rule)
+            out, _ = attend(*tensors, evenly(1, length), rule)
             out.sum().backward()
         widest.append(sizes.widest)
         saved.append(sum(kept.values()))
@@ -177,7 +185,7 @@ def test_memory_is_linear_in_the_length() -> None:
 
 def test_one_tile_or_many_agree_in_half_precision() -> None:
     q, k, v = (x.detach().bfloat16() for x in draw(2, 1, 3, 40, 40, 16))
-    rows = Rows.whole(2, 40, q.device)
+    rows = evenly(2, 40)
     exact, _ = attend(q.double(), k.double(), v.double(), rows, Rule(True))
     for tile in (10**9, 500):
         out, logsum = attend(q, k, v, rows, Rule(True, tile_numbers=tile))
@@ -189,4 +197,4 @@ def test_one_tile_or_many_agree_in_half_precision() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     q, k, v = draw(1, 2, 1, 3, 3, 4)
     with pytest.raises(ValueError, match="2 key heads do not divide 3"):
-        attend(torch.cat([q, q[:, :1]], 1), k, v, Rows.whole(1, 3, q.device), Rule(True))
+        attend(torch.cat([q, q[:, :1]], 1), k, v, evenly(1, 3), Rule(True))

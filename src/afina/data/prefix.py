@@ -18,7 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from afina.types import Row
+import torch
+
+from afina.errors import DataError
+from afina.types import IGNORE, Batch, Row, Run
 
 WORTH = 16
 """Tokens that a node must save. Below that, what does not shrink with the tokens costs more than it saves."""
@@ -61,15 +64,21 @@ class Tree:
     places: tuple[tuple[int, ...], ...]
     order: tuple[int, ...]
 
+    def run(self, number: int) -> Run:
+        """A node, and the runs before it in its rows."""
+        before: list[tuple[int, int]] = []
+        at = self.nodes[number].parent
+        while at is not None:
+            before.append((self.nodes[at].start, self.nodes[at].length))
+            at = self.nodes[at].parent
+        node = self.nodes[number]
+        return Run(node.start, node.length, tuple(reversed(before)))
+
     def path(self, number: int) -> list[int]:
         """Places of the tokens that the last token of a node sees, in the order of its rows; its own at the end."""
-        runs: list[range] = []
-        at: int | None = number
-        while at is not None:
-            node = self.nodes[at]
-            runs.append(range(node.start, node.start + node.length))
-            at = node.parent
-        return [place for run in reversed(runs) for place in run]
+        run = self.run(number)
+        runs = [*run.before, (run.start, run.length)]
+        return [place for start, length in runs for place in range(start, start + length)]
 
 
 def tree(rows: Sequence[Row], *, worth: int = WORTH) -> Tree:
@@ -98,6 +107,48 @@ def labels(tree: Tree, rows: Sequence[Row]) -> dict[tuple[int, int], int]:
 def unique_tokens(rows: Sequence[Row], *, worth: int = WORTH) -> int:
     """Tokens that are left when common beginnings are joined."""
     return len(tree(rows, worth=worth).tokens)
+
+
+def collate_shared(
+    rows: Sequence[Row], pad_id: int, pad_to_multiple: int | None = None, *, worth: int = WORTH
+) -> Batch:
+    """The batch of some rows with common beginnings joined, in one packed line.
+
+    Args:
+        rows: at least one, none empty.
+        pad_id: what padding positions hold.
+        pad_to_multiple: T is rounded up to a multiple of this.
+        worth: tokens that a shared run must save.
+
+    Raises:
+        DataError: no rows, or one without tokens.
+    """
+    if not rows or not all(row.tokens for row in rows):
+        raise DataError("a batch needs at least one row, and every row a token", got=len(rows))
+    found = tree(rows, worth=worth)
+    counted = labels(found, rows)
+    multiple = pad_to_multiple or 1
+    empty = -len(found.tokens) % multiple
+    runs = [found.run(number) for number in range(len(found.nodes))]
+    if empty:
+        runs.append(Run(len(found.tokens), empty))
+    width = len(found.tokens) + empty
+    return Batch(
+        tokens_BT=torch.tensor([[*found.tokens, *[pad_id] * empty]]),
+        targets_BT=torch.full((1, width), IGNORE),
+        positions_BT=torch.tensor([[*found.positions, *[0] * empty]]),
+        segments_BT=torch.tensor([[*found.owners, *[-1] * empty]]),
+        packed=True,
+        rows=tuple(rows[n].id for n in found.order),
+        real_tokens=sum(len(row.tokens) for row in rows),
+        trained_tokens=sum(counted.values()),
+        runs=tuple(runs),
+        entries=(
+            torch.tensor([place for place, _ in counted], dtype=torch.int64),
+            torch.tensor([target for _, target in counted], dtype=torch.int64),
+            torch.tensor(list(counted.values()), dtype=torch.int64),
+        ),
+    )
 
 
 class _Builder:

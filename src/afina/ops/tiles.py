@@ -24,6 +24,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from afina.types import Places
+
 TILE_NUMBERS = 4 * 2**20
 """Scores that a tile may hold, over all rows and heads."""
 
@@ -53,39 +55,8 @@ class Rule:
     tile_numbers: int = TILE_NUMBERS
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Where the queries and keys of each row stand.
-
-    Attributes:
-        first_M: place of a row's first query; int64.
-        keys_M: how many keys a row has; those behind are padding; int64.
-        first_least: the smallest of first_M.
-        first_most: the largest of first_M.
-        keys_least: the smallest of keys_M.
-    """
-
-    first_M: Tensor
-    keys_M: Tensor
-    first_least: int
-    first_most: int
-    keys_least: int
-
-    @staticmethod
-    def of(first_M: Tensor, keys_M: Tensor) -> Rows:
-        """From the tensors alone."""
-        least, most = (int(x) for x in first_M.aminmax())
-        return Rows(first_M, keys_M, least, most, int(keys_M.min()))
-
-    @staticmethod
-    def whole(rows: int, keys: int, device: torch.device) -> Rows:
-        """Rows without padding whose queries begin at place 0."""
-        zero = torch.zeros(rows, dtype=torch.int64, device=device)
-        return Rows(zero, torch.full_like(zero, keys), 0, 0, keys)
-
-
 def attend(
-    q_MHLD: Tensor, k_MKSD: Tensor, v_MKSD: Tensor, rows: Rows, rule: Rule
+    q_MHLD: Tensor, k_MKSD: Tensor, v_MKSD: Tensor, rows: Places, rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Attention and the logarithms of its softmax's denominators; differentiable in q, k and v.
 
@@ -109,7 +80,7 @@ def key_mass(
     q_MHLD: Tensor,
     k_MKSD: Tensor,
     logsum_MHL: Tensor,
-    rows: Rows,
+    rows: Places,
     rule: Rule,
     *,
     weights_ML: Tensor | None = None,
@@ -186,7 +157,7 @@ class _Tile:
     number: int
 
 
-def _tiles(shape: _Shape, rows: Rows, rule: Rule) -> Iterator[_Tile]:
+def _tiles(shape: _Shape, rows: Places, rule: Rule) -> Iterator[_Tile]:
     """Runs of queries, each with the keys that at least one of them may see."""
     heads = shape.m * shape.kv * shape.g
     size = max(1, min(shape.length, rule.tile_numbers // max(1, heads * shape.s)))
@@ -202,28 +173,36 @@ def _tiles(shape: _Shape, rows: Rows, rule: Rule) -> Iterator[_Tile]:
         yield _Tile(slice(start, stop), slice(min(low, high), high), number)
 
 
-def _seen(shape: _Shape, rows: Rows, rule: Rule, tile: _Tile) -> Tensor | None:
-    """(M, l, s) booleans; None where all is seen."""
-    low, high = tile.k.start, tile.k.stop
-    all_there = rows.keys_least >= high
-    all_before = not rule.causal or rows.first_least + tile.q.start >= high - 1
-    far = max(rows.first_most + tile.q.stop - 1 - low, high - 1 - rows.first_least - tile.q.start)
-    if all_there and all_before and (rule.window is None or far < rule.window):
+def seen(places: Places, rule: Rule, queries: int, keys: slice, part: slice) -> Tensor | None:
+    """Which keys of a range each query of a range sees, (M, l, s) booleans; None where all is seen.
+
+    Args:
+        places: where rows stand.
+        rule: what is seen.
+        queries: of a row.
+        keys: the range of keys.
+        part: the range of queries.
+    """
+    low, high = keys.start, keys.stop
+    start, stop = part.start, min(part.stop, queries)
+    all_before = not rule.causal or places.first_least + start >= high - 1
+    far = max(places.first_most + stop - 1 - low, high - 1 - places.first_least - start)
+    near = rule.window is None or far < rule.window
+    if places.keys_least >= high and all_before and near:
         return None
-    device = rows.first_M.device
+    device = places.first_M.device
     key_s = torch.arange(low, high, device=device)
-    query_l = torch.arange(tile.q.start, tile.q.stop, device=device)
-    query_Ml1 = (rows.first_M[:, None] + query_l)[:, :, None]
-    seen = key_s < rows.keys_M[:, None, None]
+    query_Ml1 = (places.first_M[:, None] + torch.arange(start, stop, device=device))[:, :, None]
+    found = (key_s < places.keys_M[:, None, None]).expand(-1, stop - start, -1)
     if rule.causal:
-        seen = seen & (key_s <= query_Ml1)
+        found = found & (key_s <= query_Ml1)
     if rule.window is not None:
-        seen = seen & ((query_Ml1 - key_s).abs() < rule.window)
-    return seen.expand(shape.m, query_l.shape[0], key_s.shape[0])
+        found = found & ((query_Ml1 - key_s).abs() < rule.window)
+    return found
 
 
 def _scores(
-    q: Tensor, k: Tensor, shape: _Shape, rows: Rows, rule: Rule, tile: _Tile
+    q: Tensor, k: Tensor, shape: _Shape, rows: Places, rule: Rule, tile: _Tile
 ) -> tuple[Tensor, Tensor | None]:
     """Scores (M·K, G, l, s) in the wide type, −inf where not seen; and the slope of the cap, where there is one."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -235,9 +214,9 @@ def _scores(
         scores.div_(rule.softcap).tanh_()
         slope = 1 - scores.square()
         scores.mul_(rule.softcap)
-    seen = _seen(shape, rows, rule, tile)
-    if seen is not None:
-        hidden = ~seen.repeat_interleave(shape.kv, 0)[:, None]
+    visible = seen(rows, rule, shape.length, tile.k, tile.q)
+    if visible is not None:
+        hidden = ~visible.repeat_interleave(shape.kv, 0)[:, None]
         scores.masked_fill_(hidden, -torch.inf)
     return scores, slope
 
@@ -259,7 +238,7 @@ def _kept(probabilities: Tensor, rule: Rule, tile: _Tile) -> Tensor:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_MHLD: Tensor, k_MKSD: Tensor, v_MKSD: Tensor, rows: Rows, rule: Rule
+        ctx: Any, q_MHLD: Tensor, k_MKSD: Tensor, v_MKSD: Tensor, rows: Places, rule: Rule
     ) -> tuple[Tensor, Tensor]:
         shape = _Shape.of(q_MHLD, k_MKSD)
         queries, keys, values = shape.fold_q(q_MHLD), shape.fold_k(k_MKSD), shape.fold_k(v_MKSD)
