@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from afina.adapters.fingerprint import base_fingerprint
 from afina.config import EvalSettings, Resolved, RunConfig, TrainSettings, as_given, dump
 from afina.data.dataset import prepare
 from afina.data.order import steps_in, windows
@@ -31,7 +32,7 @@ from afina.models.generate import stop_ids
 from afina.optim.optimisers import Optimiser
 from afina.train import checkpoint, folder, micro
 from afina.train.checkpoint import State
-from afina.train.fit import base_fingerprint, refuse_idle_settings, refuse_rows
+from afina.train.fit import refuse_idle_settings, refuse_rows
 from afina.train.keeper import Keeper, last_tenth_loss, scores_of
 from afina.train.loop import Work, loop
 from afina.train.options import RunOptions
@@ -262,6 +263,7 @@ class Job:
         settings = self._recorded_settings()
         settings["the validation rows"] = val_fingerprint
         settings["the base model's weights"] = base_fingerprint(self.model, self.edit)
+        settings["the base model's type"] = str(next(self.model.parameters()).dtype)
         if not self.options.resume:
             return State(step=0, rows_fingerprint=rows_fingerprint, settings=settings)
         newest = checkpoint.latest(self.out)
