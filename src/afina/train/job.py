@@ -14,13 +14,12 @@ from torch import nn
 
 from afina.adapters.fingerprint import base_fingerprint
 from afina.config import EvalSettings, Resolved, RunConfig, TrainSettings, as_given, dump
-from afina.data.dataset import prepare
 from afina.data.order import steps_in, windows
 from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
-from afina.data.settings import DataSettings, Role
-from afina.data.split import shared, split
-from afina.errors import ConfigError, DataError, ModelError, RunError
+from afina.data.settings import DataSettings
+from afina.data.split import shared
+from afina.errors import RunError
 from afina.models.forward import (
     own_attention,
     packing,
@@ -28,7 +27,6 @@ from afina.models.forward import (
     token_losses,
     trained_logits,
 )
-from afina.models.generate import stop_ids
 from afina.optim.optimisers import Optimiser
 from afina.train import checkpoint, folder, micro
 from afina.train.checkpoint import State
@@ -37,6 +35,7 @@ from afina.train.keeper import Keeper, last_tenth_loss, scores_of
 from afina.train.loop import Work, loop
 from afina.train.options import RunOptions
 from afina.train.report import Reporter, reporter
+from afina.train.rows import read_rows
 from afina.train.validate import mean_loss
 from afina.tree import Edit
 from afina.types import Batch, Row
@@ -72,16 +71,6 @@ def _name(source: Any) -> str:
     return str(source) if isinstance(source, str | Path) else "(rows given in Python)"
 
 
-def are_rows(source: Any) -> bool:
-    """Whether `source` is prepared rows already, and not something to read."""
-    return (
-        isinstance(source, Sequence)
-        and not isinstance(source, str)
-        and len(source) > 0
-        and all(isinstance(item, Row) for item in source)
-    )
-
-
 @dataclass
 class Job:
     """One call of `train`, in the order of a run."""
@@ -96,7 +85,9 @@ class Job:
     def run(self, data: Any, val: Any) -> Run:
         """From the data to the finished folder."""
         say = self.options.reporter or reporter()
-        rows, val_rows, reports = self._rows(data, val)
+        rows, val_rows, reports = read_rows(
+            self.model, self.tokenizer, data, val, self.options.data_settings
+        )
         for line in (line for report in reports for line in report.lines()):
             say.say(line)
         if val is None and val_rows:
@@ -121,48 +112,6 @@ class Job:
                 return self._train(rows, val_rows, say)
             finally:
                 say.close()
-
-    def _rows(self, data: Any, val: Any) -> tuple[list[Row], list[Row], list[DataReport]]:
-        """Training rows, validation rows, and the reports of how they came about."""
-        settings = self.options.data_settings
-        context = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        reports: list[DataReport] = []
-
-        def read(source: Any, role: Role) -> list[Row]:
-            if are_rows(source):
-                return list(source)
-            if self.tokenizer is None:
-                raise ModelError(
-                    "a tokenizer is needed to read data", cure="give it, or give prepared rows"
-                )
-            if not isinstance(source, str | Path | Sequence) or not source:
-                raise DataError(
-                    "this is not data",
-                    got=repr(source)[:80],
-                    wanted="a file, a folder, a hub data set, or a list of dictionaries",
-                )
-            found = prepare(
-                source,
-                self.tokenizer,
-                settings,
-                role=role,
-                max_tokens=context,
-                stop_ids=stop_ids(self.model, self.tokenizer),
-            )
-            reports.append(found.report)
-            return found.rows
-
-        rows = read(data, "train")
-        if val is not None:
-            if settings.val_fraction:
-                raise ConfigError(
-                    "validation rows are given twice",
-                    got=f"a file of them, and data.val_fraction={settings.val_fraction}",
-                    cure="give one of the two",
-                )
-            return rows, read(val, "val"), reports
-        rows, held_out = split(rows, settings.val_fraction, settings.seed)
-        return rows, held_out, reports
 
     def _total_steps(self) -> int:
         if self.settings.steps is not None:
