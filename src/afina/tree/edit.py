@@ -1,87 +1,17 @@
-"""The only code that changes a model: match names, attach children, train tensors in place, undo it all.
-
-Nothing is wrapped. A technique's parameters live in a child of the module they change (`q_proj.lora.a`) and act
-through a forward hook, so every name of the base model, its ties and its own `save_pretrained` stay as they were.
-"""
+"""What was changed in a model: children attached, tensors trained in place, weights folded; and the way back."""
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from afina.counts import format_counts, parameter_counts
-from afina.errors import TechniqueError, nearest
-
-Side = Literal["in", "out", "none"]
-
-
-class Delta(nn.Module, ABC):
-    """What a technique adds to one map (a linear, a `Conv1D`, an embedding).
-
-    Attributes:
-        follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
-        enabled: False makes the module act as the base did (see `Edit.disabled`).
-    """
-
-    follows: ClassVar[Mapping[str, Side]] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enabled = True
-
-    @abstractmethod
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The changed output, given the base's input `x` and output `y`."""
-
-    @abstractmethod
-    def reset(self, seed: int) -> None:
-        """Gives the parameters their starting values; equal seeds give equal values on any machine."""
-
-    def weight_delta(self) -> Tensor:
-        """What to add to the base's weight to fold this away, as (out, in) in fp32.
-
-        Raises:
-            TechniqueError: where the mathematics does not allow it.
-        """
-        raise TechniqueError(f"{type(self).__name__} cannot be folded into a weight")
-
-    def silent_at_start(self) -> frozenset[str]:
-        """Parameters whose gradient is exactly zero at the first step, by construction."""
-        return frozenset()
-
-
-class Technique(BaseModel, ABC):
-    """A frozen value that says how to change a model; the same object is settings, documentation and YAML."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key: ClassVar[str]
-
-    @abstractmethod
-    def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
-        """Changes the structure only: works on the meta device, sets no values.
-
-        Args:
-            model: a Transformers model whose parameters the caller has frozen.
-            undoable: keep a copy of each base tensor that is trained in place, so that undo can restore it.
-        """
-
-    def init(self, edit: Edit, *, seed: int) -> None:
-        """Gives the attached parameters their starting values, once the base's weights are there."""
-        for name, delta in edit.deltas.items():
-            delta.reset(seed_of(seed, name))
-
-    def lr_scale(self, name: str) -> float:
-        """Learning rate of the trainable tensor `name`, as a multiple of the run's."""
-        return 1.0
+from afina.errors import TechniqueError
+from afina.tree.technique import Delta, Technique
 
 
 class Edit:
@@ -276,12 +206,6 @@ class _Hook:
         return delta(args[0], output) if delta.enabled else output
 
 
-def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for the tensor `name`: the same on every machine, whatever else is attached."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
 def freeze(model: nn.Module) -> Callable[[], None]:
     """Freezes every parameter; the result puts each flag back."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
@@ -293,36 +217,3 @@ def freeze(model: nn.Module) -> Callable[[], None]:
             parameter.requires_grad_(flag)
 
     return restore
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a module name fits a pattern: a whole name, its last parts (`q_proj`, `mlp.up_proj`), or a glob."""
-    if any(sign in pattern for sign in "*?["):
-        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
-    return name == pattern or name.endswith(f".{pattern}")
-
-
-def match(names: Iterable[str], patterns: Iterable[str], *, setting: str) -> list[str]:
-    """The names that fit any pattern, in their own order; every pattern must fit at least one.
-
-    Args:
-        names: module names.
-        patterns: see `matches`.
-        setting: what the user wrote them under, for the error.
-
-    Raises:
-        TechniqueError: naming each pattern that matched nothing and the nearest names.
-    """
-    names = list(names)
-    wanted = list(patterns)
-    unmatched = [p for p in wanted if not any(matches(n, p) for n in names)]
-    if unmatched:
-        tails = sorted({n.rsplit(".", 1)[-1] for n in names})
-        near = {p: nearest(p.rsplit(".", 1)[-1], tails) or tails[:8] for p in unmatched}
-        raise TechniqueError(
-            f"{setting}: nothing in this model matches",
-            got=", ".join(repr(p) for p in unmatched),
-            wanted="; ".join(f"for {p!r} perhaps {', '.join(n)}" for p, n in near.items()),
-            cure="use a module's name, its last part, or a glob such as 'model.layers.*.q_proj'",
-        )
-    return [n for n in names if any(matches(n, p) for p in wanted)]
