@@ -20,6 +20,10 @@ from afina.types import Row
 OVER_LONG = "longer than max_tokens"
 UNTRAINED = "no trained token"
 CUT_AWAY = "no trained token left after truncation"
+TRUNCATED = "truncated"
+
+PLACES = 5
+"""How many rows of each fate the report names."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class _Tally:
     limit: int | None
     over_long: str
     dropped: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
     truncated: int = 0
     lost_tokens: int = 0
 
@@ -124,9 +129,7 @@ class _Tally:
                 cure=f"data.max_tokens={length}, or data.over_long=drop or truncate",
             )
         if cut and self.over_long == "drop":
-            self.dropped[OVER_LONG] += 1
-            self.lost_tokens += length
-            return None
+            return self._drop(OVER_LONG, example.source, length)
         tokens, trained = masked.tokens[: self.limit], masked.trained[: self.limit]
         label = None
         if made.template == "classes":
@@ -136,10 +139,11 @@ class _Tally:
                     tokenizer(example.text, truncation=True, max_length=self.limit)["input_ids"]
                 )
         elif not any(trained[1:]):
-            self.dropped[CUT_AWAY if any(masked.trained[1:]) else UNTRAINED] += 1
-            self.lost_tokens += length
-            return None
-        self.truncated += cut
+            why = CUT_AWAY if any(masked.trained[1:]) else UNTRAINED
+            return self._drop(why, example.source, length)
+        if cut:
+            self.truncated += 1
+            self._place(TRUNCATED, example.source)
         self.lost_tokens += length - len(tokens)
         left = [
             place for place in zip(masked.starts, turns, strict=False) if place[0] < len(tokens)
@@ -154,6 +158,16 @@ class _Tally:
             label=label,
             meta=_meta(example, turn, made.template),
         )
+
+    def _drop(self, why: str, source: str, length: int) -> None:
+        self.dropped[why] += 1
+        self.lost_tokens += length
+        self._place(why, source)
+
+    def _place(self, why: str, source: str) -> None:
+        places = self.places.setdefault(why, [])
+        if len(places) < PLACES:
+            places.append(source)
 
 
 def _meta(example: Example, turn: int | None, template: str) -> dict[str, Any]:
@@ -194,6 +208,7 @@ def _report(
         read=len(examples),
         kept=len(rows),
         dropped=dict(tally.dropped),
+        places={why: tuple(places) for why, places in tally.places.items()},
         truncated=tally.truncated,
         lost_tokens=tally.lost_tokens,
         max_tokens=tally.limit,

@@ -24,6 +24,7 @@ class DataReport:
         stop: the token that ends a trained turn, as text; "" for classes.
         read, kept: rows.
         dropped: reason -> rows.
+        places: reason, or "truncated" -> where the first such rows are.
         truncated: rows kept but cut; lost_tokens: tokens lost by cutting and by dropping long rows.
         max_tokens: the longest row allowed; None is no limit.
         tokens, trained_tokens: of the kept rows.
@@ -52,6 +53,7 @@ class DataReport:
     duplicates: int
     fingerprint: str
     labels: tuple[str, ...] = ()
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     notes: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
