@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from afina.counts import format_counts, parameter_counts
 from afina.errors import TechniqueError
+from afina.tree.fold import Folds
 from afina.tree.technique import Delta, Technique
 
 
@@ -35,6 +36,8 @@ class Edit:
         self._snapshots: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._undone = False
+        self._hooks: list[_Hook] = []
+        self._folds: Folds | None = None
 
     @property
     def undone(self) -> bool:
@@ -56,13 +59,15 @@ class Edit:
             )
         delta.train(module.training)
         module.add_module(key, delta)
-        handle = module.register_forward_hook(_Hook(key))
+        hook = _Hook(key)
+        hook.put_on(module)
+        self._hooks.append(hook)
         self.deltas[f"{target}.{key}"] = delta
         for name, _ in delta.named_parameters():
             self._owner[f"{target}.{key}.{name}"] = technique
 
         def undo() -> None:
-            handle.remove()
+            hook.take_off()
             delattr(module, key)
 
         self._undo.append(undo)
