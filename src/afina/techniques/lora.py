@@ -186,6 +186,7 @@ class LoRADelta(Delta):
         weight = site.module.get_parameter("weight")
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.kind = site.kind
+        self.transposed = site.kind != "linear"
         self.scaling = scaling
         self.dropout = dropout
         # Some embeddings (Gemma's) multiply what they look up; the change lies beside the weight, under that factor.
@@ -228,7 +229,8 @@ class LoRADelta(Delta):
 
     def weight_delta(self) -> Tensor:
         """s · B A as (out, in); for an embedding (width, vocabulary)."""
-        return self.scaling * (self.b.float() @ self.a.float())
+        wide = torch.promote_types(self.a.dtype, torch.float32)
+        return self.scaling * (self.b.detach().to(wide) @ self.a.detach().to(wide))
 
     def silent_at_start(self) -> frozenset[str]:
         """The side that meets a zero factor: A beside a linear, B beside an embedding."""

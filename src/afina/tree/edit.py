@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from afina.counts import format_counts, parameter_counts
 from afina.errors import TechniqueError
@@ -36,7 +37,7 @@ class Edit:
         self._snapshots: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._undone = False
-        self._hooks: list[_Hook] = []
+        self._attached: list[_Attached] = []
         self._folds: Folds | None = None
 
     @property
@@ -59,15 +60,15 @@ class Edit:
             )
         delta.train(module.training)
         module.add_module(key, delta)
-        hook = _Hook(key)
-        hook.put_on(module)
-        self._hooks.append(hook)
+        attached = _Attached(module, key)
+        attached.hook()
+        self._attached.append(attached)
         self.deltas[f"{target}.{key}"] = delta
         for name, _ in delta.named_parameters():
             self._owner[f"{target}.{key}.{name}"] = technique
 
         def undo() -> None:
-            hook.take_off()
+            attached.unhook()
             delattr(module, key)
 
         self._undo.append(undo)
@@ -136,7 +137,8 @@ class Edit:
             self._write({name: self._snapshots[name] for name in self.in_place})
             for delta in self.deltas.values():
                 delta.enabled = False
-            yield
+            with self.unfolded():
+                yield
         finally:
             self._write(trained)
             for name, delta in self.deltas.items():
@@ -147,8 +149,65 @@ class Edit:
         for name, value in values.items():
             self.in_place[name].copy_(value)
 
+    @property
+    def merged(self) -> bool:
+        """Whether the changes are folded into the base's weights just now."""
+        return self._folds is not None
+
+    def merge(self) -> dict[str, float]:
+        """Folds every change into the weight beside it: the model has the base's modules and no hook of ours acts.
+
+        Each sum is made in fp32 and rounded once, to the weight's dtype. The originals are kept, for `unmerge`.
+        A head that shares the embedding's weight gets one of its own, if only one of the two is changed or the
+        changes differ; the model's config says so until `unmerge`.
+
+        Returns:
+            Of each changed module, the share of its change that the rounding lost.
+
+        Raises:
+            TechniqueError: merged or undone already, or a change cannot be folded; the model is then as it was.
+        """
+        if self._undone or self._folds is not None:
+            raise TechniqueError(
+                "the edit was undone: there is nothing to merge"
+                if self._undone
+                else "the edit is merged already: its changes would count twice",
+                cure="apply again: afina.apply(model, [...])" if self._undone else "edit.unmerge()",
+            )
+        if not all(delta.enabled for delta in self.deltas.values()):
+            raise TechniqueError("the edit is disabled", cure="merge outside of edit.disabled()")
+        self._folds = Folds(self.model, self.deltas)
+        for attached in self._attached:
+            attached.unhook()
+        return self._folds.rounding
+
+    def unmerge(self) -> None:
+        """The state before `merge`: the base's own tensors, bit for bit, for they were kept and not computed back.
+
+        Raises:
+            TechniqueError: not merged.
+        """
+        if self._folds is None:
+            raise TechniqueError("the edit is not merged", cure="edit.merge() first")
+        self._folds.take_out()
+        self._folds = None
+        for attached in self._attached:
+            attached.hook()
+
+    @contextmanager
+    def unfolded(self) -> Generator[None, None, None]:
+        """The base's own weights inside the block, whether merged or not; what the edit attached acts as before."""
+        if self._folds is None:
+            yield
+            return
+        self._folds.take_out()
+        try:
+            yield
+        finally:
+            self._folds.put_in()
+
     def undo(self) -> None:
-        """The base model again, bit for bit. A second call does nothing.
+        """The base model again, bit for bit, merged or not. A second call does nothing.
 
         Raises:
             TechniqueError: when a tensor was trained in place without keeping its original.
@@ -162,6 +221,8 @@ class Edit:
                 got=", ".join(lost[:3]),
                 cure="apply with undoable=True, or load the base model again",
             )
+        if self.merged:
+            self.unmerge()
         self._reverse()
 
     def _reverse(self) -> None:
@@ -185,6 +246,7 @@ class Edit:
 
     def absorb(self, other: Edit) -> None:
         """Takes over everything `other` did, so that one undo reverses both."""
+        self._attached.extend(other._attached)
         self.deltas.update(other.deltas)
         self.in_place.update(other.in_place)
         self.notes.extend(other.notes)
@@ -197,6 +259,24 @@ class Edit:
         """The table of trainable and total parameters, one line a block or group of equal blocks."""
         lines = format_counts(parameter_counts(self.model, self.trainable()))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+class _Attached:
+    """A child in its place, and the hook through which it acts."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.module, self.key = module, key
+        self._handle: RemovableHandle | None = None
+
+    def hook(self) -> None:
+        """The child acts."""
+        self._handle = self.module.register_forward_hook(_Hook(self.key))
+
+    def unhook(self) -> None:
+        """The child acts no more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
 
 class _Hook:

@@ -24,6 +24,7 @@ class Delta(nn.Module, ABC):
     Attributes:
         follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
         enabled: False makes the module act as the base did (see `Edit.disabled`).
+        transposed: the base's weight is stored as (in, out), as that of a `Conv1D` or an embedding is.
     """
 
     follows: ClassVar[Mapping[str, Side]] = {}
@@ -31,6 +32,7 @@ class Delta(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = True
+        self.transposed = False
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -41,12 +43,17 @@ class Delta(nn.Module, ABC):
         """Gives the parameters their starting values; equal seeds give equal values on any machine."""
 
     def weight_delta(self) -> Tensor:
-        """What to add to the base's weight to fold this away, as (out, in) in fp32.
+        """What to add to the base's weight to fold this away, as (out, in), in fp32 or wider, in memory of its own.
 
         Raises:
             TechniqueError: where the mathematics does not allow it.
         """
         raise TechniqueError(f"{type(self).__name__} cannot be folded into a weight")
+
+    def stored_delta(self) -> Tensor:
+        """`weight_delta` as the base's weight is stored."""
+        change = self.weight_delta()
+        return change.t() if self.transposed else change
 
     def silent_at_start(self) -> frozenset[str]:
         """Parameters whose gradient is exactly zero at the first step, by construction."""
