@@ -26,6 +26,7 @@ FLAGS = {
     "revision": "revision",
     "data": "data.source",
     "val": "val",
+    "on_bad_row": "data.on_bad_row",
     "technique": "techniques",
     "rank": "techniques.lora.rank",
     "steps": "train.steps",
@@ -56,6 +57,9 @@ def command(
     lr: Annotated[float | None, Flag(help="peak learning rate")] = None,
     rows_per_step: Annotated[int | None, Flag(help="rows of one optimiser step")] = None,
     seed: Annotated[int | None, Flag(help="of order, starting values and dropout")] = None,
+    on_bad_row: Annotated[
+        str | None, Flag(help="error (default), or skip: drop and list such rows")
+    ] = None,
     sets: Annotated[
         list[str] | None, Flag("--set", help="any setting, as train.warmup_steps=10")
     ] = None,
