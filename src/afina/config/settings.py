@@ -117,6 +117,10 @@ class TrainSettings(Settings):
     threads: Count | None = Field(
         default=None, description="CPU threads of torch; null: torch's own choice"
     )
+    on_nan: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="at a loss or gradient that is not finite: end the run, or leave the step out",
+    )
     tensorboard: bool = Field(default=False, description="also write TensorBoard events")
 
     @model_validator(mode="before")
