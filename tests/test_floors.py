@@ -58,7 +58,7 @@ def test_floors_hold(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "chain"),
     [
-        ("tree.py", "import afina.table", "afina.tree -> afina.table"),
+        ("tree/edit.py", "import afina.table", "afina.tree.edit -> afina.table"),
         ("techniques/lora.py", "import afina.models", "afina.techniques.lora -> afina.models"),
         ("errors.py", "import afina.types", "afina.errors -> afina.types"),
     ],

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from afina import seams
-from afina.errors import TechniqueError
+from afina.errors import ConfigError, TechniqueError
 from afina.table import apply
 from afina.techniques.lora import LoRA
 from tests import battery
@@ -158,7 +158,7 @@ def test_layers_as_text(text: Any, numbers: Any) -> None:
 def test_layers_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ValueError, match="layers"):
         seams.parse_layers(text)
-    with pytest.raises(ValueError, match="layers"):
+    with pytest.raises(ConfigError, match="layers"):
         LoRA(layers=text)
 
 

@@ -108,6 +108,9 @@ def blocks(model: nn.Module) -> list[Block]:
 
 Layers = tuple[int, ...] | str | None
 
+MOST_BLOCKS = 100_000
+"""No block has a higher number: a range with a slip in it must not fill the memory."""
+
 
 def parse_layers(layers: Layers) -> tuple[int, ...] | None:
     """Block numbers from a list or from text such as '0-5,28,-1'; None means all.
@@ -128,6 +131,8 @@ def parse_layers(layers: Layers) -> tuple[int, ...] | None:
         last = int(found[2]) if found[2] else first
         if last < first:
             raise ValueError(f"layers: {piece!r} runs backwards")
+        if last > MOST_BLOCKS:
+            raise ValueError(f"layers: {piece!r} is more blocks than any model has")
         numbers.extend(range(first, last + 1))
     return tuple(numbers)
 

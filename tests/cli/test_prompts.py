@@ -128,7 +128,10 @@ def test_a_conversation_is_no_text(tmp_path: Path) -> None:
         ("p.json", b'["a", 7]', "a row must be an object of columns\n  got:    int"),
         ("p.txt", b"\n \n", "there are no prompts"),
         ("p.txt", b"ok\n\x89PNG\xff", r"p\.txt:2: not UTF-8\n  got:    byte 0x89"),
-        ("p.bin", b"\x89PNG\xff", r"p\.bin:1: not UTF-8\n(.*\n)+  cure: "),
+        ("p.bin", b"\x89PNG\xff", r"p\.bin: this is an image, not text\n(.*\n)+  cure: "),
+        ("p.bin", b"caf\xe9", r"p\.bin:1: not UTF-8\n(.*\n)+  cure: "),
+        ("p.jsonl", b'{"q": 1}\n{"q": 2}\n{"text": "a"}\n{"text": 1, "text": 2}\n{"q": 3}',
+         r"4 of 5 rows cannot be used\n  - \S+:4: a key occurs twice(.*\n)+  - \S+:1: no prompt"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_prompt_is_named(

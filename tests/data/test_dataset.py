@@ -34,6 +34,7 @@ def test_over_long_rows_are_dropped_and_counted() -> None:
     short, long = lengths(SHORT, LONG)
     report = ready(SHORT, LONG, SHORT, max_tokens=short).report
     assert (report.read, report.kept, report.dropped) == (3, 2, {"longer than max_tokens": 1})
+    assert report.places == {"longer than max_tokens": ("row:2",)}
     assert (report.lost_tokens, report.max_tokens) == (long, short)
     assert report.lengths == {"min": short, "p50": short, "p90": short, "p99": short, "max": long}
     assert "2 of 3 kept; 1 dropped: longer than max_tokens" in "\n".join(report.lines())
@@ -62,6 +63,7 @@ def test_a_truncated_row_keeps_the_labels_it_has_left() -> None:
         row.tokens[-1] != tokenizer_of(kit.MISTRAL).eos_token_id
     )  # no stop is invented at the cut
     assert (prepared.report.truncated, prepared.report.lost_tokens) == (1, 4)
+    assert prepared.report.places == {"truncated": ("row:1",)}
     assert prepared.report.trained_tokens == whole.trained_tokens - 4
 
 
@@ -92,6 +94,13 @@ def test_a_label_that_nothing_predicts_is_none() -> None:
     prepared = ready({"text": ""}, {"text": "Paris"}, chat=None)
     assert prepared.report.dropped == {"no trained token": 1}
     assert prepared.report.trained_tokens == prepared.rows[0].trained_tokens
+
+
+def test_the_report_names_the_first_rows_of_a_fate_and_counts_all() -> None:
+    alone = {"messages": [{"role": "user", "content": "Hi"}]}
+    report = ready(SHORT, *[alone] * 8).report
+    assert report.dropped == {"no trained token": 8}
+    assert report.places == {"no trained token": tuple(f"row:{n}" for n in range(2, 7))}
 
 
 def test_none_left_is_an_error_with_the_counts() -> None:

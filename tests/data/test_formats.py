@@ -23,8 +23,8 @@ def raw(*rows: dict[str, Any]) -> list[RawRow]:
 def examples(*rows: dict[str, Any], **settings: Any) -> tuple[Format, list[Example]]:
     chosen = DataSettings(**settings)
     renamed = rename(raw(*rows), chosen.columns)
-    format = recognise(renamed, chosen)
-    return format, convert(renamed, format)
+    format, fitting = recognise(renamed, chosen)
+    return format, convert(fitting, format)
 
 
 FORMATS = {
@@ -118,7 +118,7 @@ def test_the_format_every_row_fits_wins_over_the_first_rows_best() -> None:
 
 def test_the_first_row_that_differs_is_named() -> None:
     with pytest.raises(
-        DataError, match=r"f\.jsonl:3: this row is not like those before it"
+        DataError, match=r"f\.jsonl:3: this row is not like the others"
     ) as caught:
         examples(
             {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b"}, {"text": "c"}
@@ -216,7 +216,7 @@ BAD = {
         "content that is not text",
     ),
     "no messages": ({"messages": []}, "'messages' has the wrong type"),
-    "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "unknown speaker"),
+    "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "message 0 has an unknown role"),
     "completion": ({"prompt": "a", "completion": {"x": 1}}, "'completion' has the wrong type"),
     "history": (
         {"instruction": "a", "output": "b", "history": ["x"]},

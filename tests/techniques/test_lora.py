@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import nn
 
 from afina import seams
-from afina.errors import TechniqueError
+from afina.errors import ConfigError, TechniqueError
 from afina.ops import reference
 from afina.table import apply
 from afina.techniques.lora import LoRA, LoRADelta, low_rank, low_rank_rows
@@ -190,15 +189,38 @@ def test_refusals(settings: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "said"),
     [
-        {"rank": 0}, {"alpha": 0}, {"dropout": 1.0}, {"loraplus_ratio": 0}, {"target": ()},
-        {"rank_pattern": {"q": 0}}, {"alpha_pattern": {"q": -1}}, {"layers": "x"}, {"rnak": 4},
+        ({"rank": 0}, "LoRA.rank cannot have this value\n  got:    0\n  wanted: greater than or equal"),
+        ({"rank": -3}, "greater than or equal to 1"),
+        ({"rank": True}, "LoRA.rank cannot have this value\n  got:    True\n  wanted: a number"),
+        ({"rank": "many"}, 'got:    "many"\n  wanted: an integer'),
+        ({"alpha": 0}, "LoRA.alpha cannot have this value\n  got:    0\n  wanted: greater than 0"),
+        ({"alpha": float("inf")}, "a finite number"),
+        ({"alpha": float("nan")}, "LoRA.alpha"),
+        ({"dropout": 1.0}, "LoRA.dropout cannot have this value\n  got:    1.0\n  wanted: less than 1"),
+        ({"dropout": -0.1}, "greater than or equal to 0"),
+        ({"loraplus_ratio": 0}, "LoRA.loraplus_ratio"),
+        ({"target": ()}, "LoRA.target"),
+        ({"target": "q_proj"}, 'got:    "q_proj"\n  wanted: a list'),
+        ({"rank_pattern": {"q": 0}}, "every rank in rank_pattern must be at least 1"),
+        ({"alpha_pattern": {"q": -1}}, "every alpha in alpha_pattern must be above 0"),
+        ({"layers": "x"}, "layers: cannot read 'x'"),
+        ({"layers": "5-2"}, "runs backwards"),
+        ({"layers": "0-9999999999999"}, "more blocks than any model has"),
+        ({"rnak": 4}, "unknown setting 'LoRA.rnak'\n  cure:   did you mean LoRA.rank?"),
+        ({"rnk": 4, "alpha": 0}, "2 settings cannot be used"),
     ],
 )  # fmt: skip
-def test_settings_out_of_range(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
+def test_settings_out_of_range(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         LoRA(**settings)
+    assert said in str(caught.value)
+
+
+def test_settings_are_given_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"by name\n  got:    16\n  wanted: rank=…, alpha=…"):
+        LoRA(16)
 
 
 def test_dropout_acts_in_training_alone() -> None:

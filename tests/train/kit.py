@@ -76,7 +76,7 @@ def gradients(
     """Loss and gradients of one window."""
     work = make(edit, **options)
     with packing(edit.model, options.get("packed", True)):
-        loss, _, _ = backward(work, rows, 0)
+        loss = backward(work, rows, 0).loss
     found = {n: t.grad.clone() for n, t in edit.trainable().items() if t.grad is not None}
     work.optimiser.clear_gradients()
     return loss, found

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.adapters.fitting import drop_base_copies, technique_of
 from afina.adapters.layout import CONFIG, PREFIX, WEIGHTS, read_config, read_tensors
-from afina.errors import AdapterError, TechniqueError
+from afina.errors import AdapterError, ConfigError, TechniqueError
 from afina.table import apply
 from afina.techniques.lora import LoRA, LoRADelta
 from afina.tree import Edit
@@ -104,7 +104,7 @@ def load(model: nn.Module, folder: str | Path) -> Edit:
     drop_base_copies(model, tensors)
     try:
         edit = apply(model, [technique_of(model, config, tensors)])
-    except (TechniqueError, ValidationError, re.error) as error:
+    except (TechniqueError, ConfigError, ValidationError, re.error) as error:
         raise AdapterError(
             f"the adapter in {folder} cannot be put onto this model", got=error
         ) from None

@@ -4,122 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from afina.config.document import read_file
-from afina.errors import AdapterError, ModelError, RunError
+from afina.adapters.target import Target, located, resolve_run
+
+__all__ = ["Messages", "Target", "located", "print_json", "resolve_run", "table"]
 
 Messages = list[dict[str, Any]]
 """One conversation: {"role", "content"} turns, in the form of chat templates."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a verb works on.
-
-    Attributes:
-        base: the model, as `afina.load` takes it.
-        adapter: a folder in PEFT's format; None is the model alone.
-        run: the run folder, when one was given, or the adapter lies in one.
-        revision: of a model on the hub.
-    """
-
-    base: str
-    adapter: Path | None = None
-    run: Path | None = None
-    revision: str | None = None
-
-
-def resolve_run(name: str) -> Target:
-    """The model and adapter that a run folder, an adapter folder or a model's name means.
-
-    Raises:
-        RunError: a run folder without an adapter, or whose configuration names no model.
-        AdapterError: an adapter that does not say what its base is.
-        ModelError: a folder that is none of the three.
-    """
-    folder = Path(name).expanduser()
-    if (folder / "config.yaml").is_file():
-        return _of_run(folder)
-    for place in (folder, folder / "adapter"):  # the second of a checkpoint
-        if (place / "adapter_config.json").is_file():
-            return _of_adapter(place)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(
-            "the folder is neither a run, nor an adapter, nor a model",
-            got=name,
-            wanted="config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
-        )
-    return Target(str(folder) if folder.exists() else name)
-
-
-def _of_run(folder: Path) -> Target:
-    settings = read_file(folder / "config.yaml").value
-    base = settings.get("model") if isinstance(settings, dict) else None
-    if not isinstance(base, str):
-        raise RunError("the run's configuration names no model", got=folder / "config.yaml")
-    if (folder / "model" / "config.json").is_file():  # full fine-tuning keeps the whole model
-        return Target(str(folder / "model"), None, folder)
-    adapter = folder / "adapter"
-    if not (adapter / "adapter_config.json").is_file():
-        raise RunError(
-            "the run has no adapter yet",
-            got=folder,
-            wanted=f"{adapter}/adapter_config.json",
-            cure="let it train to its end, or go on with: afina train … --resume",
-        )
-    return Target(located(base, folder), adapter, folder, settings.get("revision"))
-
-
-def located(base: str, folder: Path) -> str:
-    """The base model of the run or adapter in `folder`, findable from the working directory.
-
-    A run started with a relative path names its base as seen from where it was started. What is not there from the
-    working directory is looked for from the folder and each folder above it; a base found nowhere stays as it is
-    named, for it may be on the hub.
-    """
-    named = Path(base).expanduser()
-    if named.is_absolute() or _is_model(named):
-        return base
-    home = folder.resolve()
-    found = (place / named for place in (home, *home.parents))
-    return next((str(path) for path in found if _is_model(path)), base)
-
-
-def _is_model(path: Path) -> bool:
-    if path.is_file():
-        return path.suffix == ".gguf"
-    return (path / "config.json").is_file() or any(path.glob("*.gguf"))
-
-
-def _of_adapter(folder: Path) -> Target:
-    try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise AdapterError("adapter_config.json is not JSON", got=f"{folder}: {error}") from None
-    base = settings.get("base_model_name_or_path")
-    if not base:
-        raise AdapterError(
-            "the adapter does not say which model it belongs to",
-            got=folder / "adapter_config.json",
-            wanted="base_model_name_or_path",
-        )
-    base = located(str(base), folder)
-    return Target(base, folder, _run_of(folder), settings.get("revision"))
-
-
-def _run_of(adapter: Path) -> Path | None:
-    """The run that an adapter lies in: RUN/adapter, or RUN/checkpoints/STEP/adapter."""
-    if adapter.name != "adapter":
-        return None
-    for run in (adapter.parent, adapter.parent.parent.parent):
-        if (run / "config.yaml").is_file():
-            settings = read_file(run / "config.yaml").value
-            if isinstance(settings, dict) and "model" in settings and "data" in settings:
-                return run
-    return None
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> str:

@@ -41,7 +41,7 @@ IDLE = ("train", "techniques", "model", "revision", "val")
 """Groups and settings of a run that an evaluation never looks at."""
 
 # Of a run's data settings these say which of its training rows were taken, which is nothing to other data.
-OF_TRAINING = ("max_rows", "subset", "split", "val_fraction")
+OF_TRAINING = ("max_rows", "subset", "split", "val_fraction", "on_bad_row")
 
 
 def command(
@@ -61,6 +61,9 @@ def command(
     ] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="most tokens of an answer")] = None,
     batch_rows: Annotated[int | None, typer.Option(help="rows and prompts at once")] = None,
+    on_bad_row: Annotated[
+        str | None, typer.Option(help="error (default), or skip: drop and list such rows")
+    ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="any setting, as data.columns.prompt=question")
     ] = None,
@@ -83,6 +86,7 @@ def command(
     flags = {
         "model": target.base,
         "data.source": data,
+        "data.on_bad_row": on_bad_row,
         "eval.max_rows": limit,
         "eval.batch_rows": batch_rows,
         "eval.answers.batch_rows": batch_rows,
@@ -135,6 +139,7 @@ def _resolve(run: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
     _refuse_idle(sets)
     fresh = {f"data.{name}": DataSettings.model_fields[name].default for name in OF_TRAINING}
     said = {text.partition("=")[0].strip() for text in sets}
+    said |= {path for path, value in flags.items() if value is not None}
     cleared = [f"{path}={_word(value)}" for path, value in fresh.items() if path not in said]
     return load_config(
         techniques=TECHNIQUES,

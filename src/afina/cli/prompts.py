@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from afina.cli.common import Messages
+from afina.data.badrows import BadRows
 from afina.data.convert import (
     chat_column,
     from_alpaca,
@@ -22,6 +23,7 @@ from afina.data.readers import kind, read_lines
 from afina.data.settings import DataSettings
 from afina.data.sources import RawRow, read
 from afina.errors import ConfigError, DataError
+from afina.places import local
 
 STDIN = "the standard input"
 
@@ -74,20 +76,32 @@ def read_prompts(path: str, columns: Mapping[str, str] | None = None) -> list[As
     Raises:
         DataError: naming file and line of a row that cannot be read as a prompt, or a source without rows.
     """
-    file = Path(path).expanduser()
+    file = local(path)
     if path == "-":
         lines = _typed(STDIN)
     elif file.is_file() and kind(file) in (None, ".txt"):
-        lines = ((f"{path}:{line}", row["text"]) for line, row in read_lines(file))
+        lines = _lines(path, file)
     else:
-        rows = read(path, DataSettings(), "eval").rows
-        return [_asked(_mapped(row, columns or {})) for row in rows]
+        bad = BadRows()
+        found = read(path, DataSettings(), "eval", bad)
+        good = bad.good(
+            found.rows, lambda row: _asked(_mapped(row, columns or {})), lambda row: row.source
+        )
+        bad.refuse(path, found.total, offer=None)
+        return [asked for _, asked in good]
     asked = [_of_text(text.strip(), source) for source, text in lines]
     if not asked:
         raise DataError(
             "there are no prompts", got=STDIN if path == "-" else path, wanted="one prompt a line"
         )
     return asked
+
+
+def _lines(path: str, file: Path) -> Iterator[tuple[str, str]]:
+    for line, row in read_lines(file):
+        if isinstance(row, DataError):
+            raise row
+        yield f"{path}:{line}", row["text"]
 
 
 def columns_of(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +16,26 @@ EXAMPLES = (
     "afina train -c run.yaml -o runs/calls-004",
     "afina train smollm2-135m calls.jsonl -o runs/full-001 --technique full --lr 5e-5",
     "afina train --resume -o runs/calls-001",
+    "afina train --resume --allow-changes --steps 400 -o runs/calls-001",
 )
 
 Flag = typer.Option
+
+FLAGS = {
+    "model": "model",
+    "revision": "revision",
+    "data": "data.source",
+    "val": "val",
+    "on_bad_row": "data.on_bad_row",
+    "technique": "techniques",
+    "rank": "techniques.lora.rank",
+    "steps": "train.steps",
+    "epochs": "train.epochs",
+    "lr": "train.lr",
+    "rows_per_step": "train.rows_per_step",
+    "seed": "train.seed",
+}
+"""Option -> the setting that it gives, for this verb and for `check`, which takes the same command line."""
 
 
 def command(
@@ -39,6 +57,9 @@ def command(
     lr: Annotated[float | None, Flag(help="peak learning rate")] = None,
     rows_per_step: Annotated[int | None, Flag(help="rows of one optimiser step")] = None,
     seed: Annotated[int | None, Flag(help="of order, starting values and dropout")] = None,
+    on_bad_row: Annotated[
+        str | None, Flag(help="error (default), or skip: drop and list such rows")
+    ] = None,
     sets: Annotated[
         list[str] | None, Flag("--set", help="any setting, as train.warmup_steps=10")
     ] = None,
@@ -48,7 +69,16 @@ def command(
     revision: Annotated[str | None, Flag(help="branch, tag or commit of a hub id")] = None,
     token: Annotated[str | None, Flag(envvar="HF_TOKEN", help="token of the Hub")] = None,
     offline: Annotated[bool, Flag("--offline", help="download nothing")] = False,
+    on_nan: Annotated[
+        str | None, Flag(help="stop or skip, at a loss or gradient that is not finite")
+    ] = None,
     resume: Annotated[bool, Flag("--resume", help="go on from the last checkpoint")] = False,
+    resume_from: Annotated[
+        str | None, Flag(help="go on from an earlier checkpoint, as step-000100")
+    ] = None,
+    allow_changes: Annotated[
+        bool, Flag("--allow-changes", help="resume with other data or settings too")
+    ] = False,
     overwrite: Annotated[bool, Flag("--overwrite", help="replace the run in the folder")] = False,
     print_config: Annotated[
         bool, Flag("--print-config", help="show the resolved settings and stop")
@@ -58,11 +88,15 @@ def command(
 
     The folder that it leaves is all that chat, eval and generate need.
     """
+    flags = flags_of(locals())
     from afina.config import dump
     from afina.errors import ConfigError
 
     if out is None and not print_config:
         raise ConfigError("there is no folder for the run", cure="name one: -o runs/my-run")
+    resume = resume or resume_from is not None
+    if allow_changes and not resume:
+        raise ConfigError("--allow-changes is of a run that goes on", cure="add --resume")
     if resume and (overwrite or init_from is not None):
         raise ConfigError(
             "--resume goes on with a run as it is",
@@ -70,28 +104,24 @@ def command(
         )
     if resume and out is not None:
         config = config or out / "config.yaml"
-    flags: dict[str, Any] = {
-        "model": model,
-        "revision": revision,
-        "data.source": data,
-        "val": val,
-        "techniques": technique or None,
-        "techniques.lora.rank": rank,
-        "train.steps": steps,
-        "train.epochs": epochs,
-        "train.lr": lr,
-        "train.rows_per_step": rows_per_step,
-        "train.seed": seed,
-    }
-    resolved = _resolve(config, flags, sets or [])
+    resolved = resolve(config, flags, sets or [])
     if print_config or out is None:
         sys.stdout.write(dump(resolved))
         return
     hub = {"token": token, "offline": offline or None}
-    _run(resolved, out, hub, init_from=init_from, resume=resume, overwrite=overwrite)
+    way = {"resume": resume, "overwrite": overwrite}
+    changing = {"resume_from": resume_from, "allow_changes": allow_changes}
+    _run(resolved, out, hub, init_from=init_from, way=way, changing=changing)
 
 
-def _resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
+def flags_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted path, as options give them; None for an option that was not used."""
+    # A list option that was not used is empty, which must not take the place of a list in the file.
+    return {path: None if given[name] == [] else given[name] for name, path in FLAGS.items()}
+
+
+def resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
+    """The configuration that a file, options and --set make together."""
     from afina.config import load_config
     from afina.data.settings import DataSettings
     from afina.table import TECHNIQUES
@@ -112,8 +142,8 @@ def _run(
     hub: dict[str, Any],
     *,
     init_from: Path | None,
-    resume: bool,
-    overwrite: bool,
+    way: dict[str, bool],
+    changing: dict[str, Any],
 ) -> None:
     """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
     from afina.models.hub import load
@@ -127,7 +157,7 @@ def _run(
     resolved = _with_absolute_paths(resolved)
     settings = resolved.config
     check(settings.techniques)
-    folder.refuse_used(out, resume=resume, overwrite=overwrite)
+    folder.refuse_used(out, **way)
     say = reporter()
     say.say(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
     model, tokenizer = load(
@@ -141,15 +171,15 @@ def _run(
         # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it.
         edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
     else:
-        edit, resolved = _start_from(model, resolved, init_from)
+        edit, resolved = start_from(model, resolved, init_from)
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
         evaluate=_scorer(settings, tokenizer),
         reporter=say,
         config=resolved,
-        resume=resume,
-        overwrite=overwrite,
+        **way,
+        **changing,
     )
     run = train(
         model,
@@ -173,11 +203,7 @@ def _with_absolute_paths(resolved: Any) -> Any:
     """The same, with files and folders named so that they are found from any working directory."""
     from dataclasses import replace
 
-    from afina.models.demo import DEMOS
-
-    def absolute(name: str | None) -> str | None:
-        local = name is not None and name not in DEMOS and Path(name).expanduser().exists()
-        return str(Path(name).expanduser().resolve()) if local and name else name
+    from afina.train.record import absolute
 
     config = resolved.config
     named = {"model": config.model, "source": config.source, "val": config.val}
@@ -185,7 +211,7 @@ def _with_absolute_paths(resolved: Any) -> Any:
     return replace(resolved, config=replace(config, **changed))
 
 
-def _start_from(model: Any, resolved: Any, source: Path) -> tuple[Any, Any]:
+def start_from(model: Any, resolved: Any, source: Path) -> tuple[Any, Any]:
     """The edit that an adapter's folder describes, with its weights, and the settings that say so.
 
     Raises:

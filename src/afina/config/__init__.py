@@ -2,8 +2,8 @@
 
 from afina.config.dump import dump, schema
 from afina.config.load import Resolved, RunConfig, as_given, load_config
-from afina.config.problems import build, of_kind
 from afina.config.settings import EvalSettings, GenerateSettings, Settings, TrainSettings
+from afina.problems import build, of_kind
 
 __all__ = [
     "EvalSettings",

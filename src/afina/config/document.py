@@ -7,7 +7,6 @@ nodes that know their line, and no object is ever made from a tag.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,9 +165,3 @@ def _cure(error: yaml.MarkedYAMLError) -> str | None:
     if "cannot start any token" in str(error.problem):
         return "indent with spaces, and put texts that begin with @, ` or % in quotes"
     return None
-
-
-def as_json(value: Any) -> str:
-    """A value for an error message: on one line, shortened, quoted as in JSON."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from afina.config.document import Node, as_json, read_text, scalar
-from afina.config.problems import Path, at, unknown
+from afina.config.document import Node, read_text, scalar
 from afina.errors import AfinaError, ConfigError
+from afina.problems import Path, as_json, at, unknown
 
 TOP = ("model", "revision", "val")
 """Settings of a run that stand alone."""

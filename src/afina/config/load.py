@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from afina.config.document import read_file, write
 from afina.config.layers import TOP, Given, Shape
-from afina.config.problems import Path, at, from_validation, raise_all
 from afina.config.settings import EvalSettings, TrainSettings
 from afina.errors import AfinaError, ConfigError
+from afina.problems import Path, at, from_validation, raise_all
 
 D = TypeVar("D", bound=BaseModel)
 

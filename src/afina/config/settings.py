@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from afina.problems import Frozen
 
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
@@ -21,10 +23,8 @@ Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 Metric = Literal["loss", "exact_match", "accuracy"]
 
 
-class Settings(BaseModel):
-    """A frozen value that refuses settings it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Settings(Frozen):
+    """A frozen value that refuses settings it does not know; of those that exclude each other, it takes one."""
 
     ONE_OF: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
@@ -116,6 +116,10 @@ class TrainSettings(Settings):
     )
     threads: Count | None = Field(
         default=None, description="CPU threads of torch; null: torch's own choice"
+    )
+    on_nan: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="at a loss or gradient that is not finite: end the run, or leave the step out",
     )
     tensorboard: bool = Field(default=False, description="also write TensorBoard events")
 

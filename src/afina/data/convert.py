@@ -12,20 +12,26 @@ from afina.errors import DataError, nearest
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 
-_SHAREGPT_ROLES = {
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_OTHER_NAMES = {
     "human": "user",
-    "user": "user",
+    "person": "user",
+    "customer": "user",
+    "prompter": "user",
+    "question": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
+    "ai": "assistant",
     "bot": "assistant",
-    "system": "system",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "answer": "assistant",
     "function_call": "assistant",
     "observation": "tool",
-    "tool": "tool",
+    "function_response": "tool",
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Names in the wild that can mean one thing only -> the role. An agent may be a clerk or a program: it is no entry."""
 
 # The layout of the Alpaca paper's prompts, used only for tokenizers without a chat template.
 _ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -38,12 +44,19 @@ def chat_column(columns: Mapping[str, Any]) -> str:
 
 
 def _wrong(row: RawRow, column: str, value: Any, wanted: str) -> DataError:
-    shown = str(value)
     return DataError(
         f"{row.source}: column {column!r} has the wrong type",
-        got=f"{type(value).__name__} {shown[:60]!r}",
+        got=f"{type(value).__name__} {_shown(value)!r}",
         wanted=wanted,
     )
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value as text."""
+    try:
+        return str(value)[:60]
+    except ValueError:  # Python writes no integer of thousands of digits
+        return "a very long number"
 
 
 def _string(row: RawRow, column: str, default: str | None = None) -> str:
@@ -52,7 +65,10 @@ def _string(row: RawRow, column: str, default: str | None = None) -> str:
         return default
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise _wrong(row, column, value, "text")
-    return _whole(row, column, str(value))
+    try:
+        return _whole(row, column, str(value))
+    except ValueError as error:
+        raise _wrong(row, column, value, "text") from error
 
 
 def _whole(row: RawRow, where: str, text: str) -> str:
@@ -77,7 +93,7 @@ def _list_of(row: RawRow, column: str) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _wrong(row, column, value, "a list, or a list written as JSON") from error
     if not isinstance(value, (list, tuple)):
         raise _wrong(row, column, value, "a list")
@@ -115,9 +131,46 @@ def _content(row: RawRow, number: int, value: Any) -> str | None:
 def _is_text(part: Any) -> bool:
     return (
         isinstance(part, Mapping)
-        and part.get("type") == "text"
+        and part.get("type") in ("text", "input_text", "output_text")
         and isinstance(part.get("text"), str)
     )
+
+
+def _role(row: RawRow, number: int, turn: Mapping[str, Any]) -> str:
+    """The turn's role, under the name that templates know.
+
+    Raises:
+        DataError: it has none, or one that could mean several things.
+    """
+    name = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    if not isinstance(name, str):
+        raise DataError(
+            f"{row.source}: message {number} has no role",
+            got=f"keys {list(turn)[:10]}" + ("" if name is None else f", role {str(name)[:40]!r}"),
+            wanted="{role: user or assistant or system or tool, content: …}",
+            cure=_cure_of_keys(turn),
+        )
+    plain = name.strip().lower()
+    role = plain if plain in ROLES else _OTHER_NAMES.get(plain)
+    if role is None:
+        near = nearest(plain, (*ROLES, *_OTHER_NAMES), most=1)
+        meant = [_OTHER_NAMES.get(one, one) for one in near]
+        raise DataError(
+            f"{row.source}: message {number} has an unknown role",
+            got=repr(name[:60]),
+            wanted=f"{', '.join(ROLES)} (or {', '.join(_OTHER_NAMES)})",
+            cure=f"did you mean {meant[0]!r}?" if meant else "say who speaks: user, or assistant?",
+        )
+    return role
+
+
+def _cure_of_keys(turn: Mapping[str, Any]) -> str | None:
+    """What the keys of a turn without a role may have been meant as."""
+    for key in turn:
+        if str(key).lower() in ("speaker", "author", "sender", "name", "type"):
+            return f"rename the key {key!r} to 'role'"
+    near = nearest("role", [str(key) for key in turn], most=1)
+    return f"did you mean 'role' by {near[0]!r}?" if near else None
 
 
 def _messages(row: RawRow, column: str, turns: Any) -> list[Message]:
@@ -126,30 +179,31 @@ def _messages(row: RawRow, column: str, turns: Any) -> list[Message]:
         raise _wrong(row, column, turns, "a list of at least one {role: …, content: …}")
     messages: list[Message] = []
     for number, turn in enumerate(turns):
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        if not isinstance(turn, Mapping):
             raise DataError(
                 f"{row.source}: message {number} has no role",
-                got=str(turn)[:80],
+                got=f"{type(turn).__name__} {str(turn)[:80]!r}",
                 wanted="{role: user or assistant or system or tool, content: …}",
             )
-        role = turn["role"]
-        if role not in _ROLES:
-            near = nearest(role, _ROLES) or [_SHAREGPT_ROLES.get(role, "user")]
-            raise DataError(
-                f"{row.source}: message {number} has an unknown role",
-                got=repr(role),
-                wanted=", ".join(_ROLES),
-                cure=f"did you mean {near[0]!r}?",
-            )
-        message = {key: value for key, value in turn.items() if value is not None}
-        content = _content(row, number, turn.get("content"))
-        if content is None and "tool_calls" not in message:
+        role = _role(row, number, turn)
+        kept = {str(k): v for k, v in turn.items() if v is not None and k not in ("from", "value")}
+        said = turn.get("content") if turn.get("content") is not None else turn.get("value")
+        content = _content(row, number, said)
+        if content is None and "tool_calls" not in kept:
             raise DataError(
                 f"{row.source}: message {number} ({role}) has no content",
-                got=f"keys {list(turn)}",
+                got=f"keys {list(turn)[:10]}",
                 wanted="content, or tool_calls",
+                cure=next(
+                    (
+                        f"rename the key {k!r} to 'content'"
+                        for k in ("text", "message")
+                        if k in kept
+                    ),
+                    None,
+                ),
             )
-        messages.append({**message, "content": content or ""})
+        messages.append({**kept, "role": role, "content": content or ""})
     return messages
 
 
@@ -169,19 +223,7 @@ def from_messages(row: RawRow) -> Example:
 
 def from_sharegpt(row: RawRow) -> Example:
     """ShareGPT: [{from: human, value: …}, {from: gpt, value: …}]."""
-    column = chat_column(row.columns)
-    turns: list[Any] = []
-    for number, turn in enumerate(row.columns[column]):
-        speaker = turn.get("from") if isinstance(turn, Mapping) else None
-        if speaker not in _SHAREGPT_ROLES:
-            raise DataError(
-                f"{row.source}: turn {number} is from an unknown speaker",
-                got=repr(speaker if isinstance(turn, Mapping) else turn),
-                wanted=", ".join(_SHAREGPT_ROLES),
-            )
-        turns.append({"role": _SHAREGPT_ROLES[speaker], "content": turn.get("value")})
-    messages = _with_system(row, _messages(row, column, turns))
-    return Example(messages=tuple(messages), **_common(row))
+    return from_messages(row)
 
 
 def from_prompt_completion(row: RawRow) -> Example:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from afina.data.badrows import BadRows
 from afina.data.drafts import Draft, draft
 from afina.data.example import Example
 from afina.data.formats import Format, convert, recognise, rename
@@ -20,6 +21,11 @@ from afina.types import Row
 OVER_LONG = "longer than max_tokens"
 UNTRAINED = "no trained token"
 CUT_AWAY = "no trained token left after truncation"
+TRUNCATED = "truncated"
+BAD = "cannot be used (data.on_bad_row=skip)"
+
+PLACES = 5
+"""How many rows of each fate the report names."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +65,51 @@ def prepare(
     Raises:
         DataError: the data cannot be read, recognised, rendered or masked, or no row is left.
     """
-    found = read(source, settings, role)
-    raw = rename(found.rows, settings.columns)
-    format = recognise(raw, settings)
-    examples = convert(raw, format)
-    made = draft(format.name, tokenizer, examples, settings, labels, stop_ids)
-    limit = _limit(tokenizer, settings, max_tokens)
-    tally = _Tally(limit, settings.over_long)
-    rows: list[Row] = []
-    for example, masked, turns in zip(examples, made.masked, made.turns, strict=True):
-        row = tally.row(tokenizer, example, masked, turns, made)
-        if row is not None:
-            rows.append(row)
-    report = _report(found, role, format, examples, made, tally, rows)
+    bad = BadRows()
+    found = read(source, settings, role, bad)
+    format, examples = _examples(found, settings, bad)
+    made = draft(format.name, tokenizer, examples, settings, bad, labels, stop_ids)
+    _refuse(bad, found, settings, left=len(made.examples))
+    tally = _Tally(_limit(tokenizer, settings, max_tokens), settings.over_long)
+    for place, _ in bad.found:
+        tally.refused(place)
+    rows = [
+        row
+        for example, masked, turns in zip(made.examples, made.masked, made.turns, strict=True)
+        if (row := tally.row(tokenizer, example, masked, turns, made)) is not None
+    ]
+    tally.refuse_long()
+    report = _report(found, role, format, bad, made, tally, rows)
     if not rows:
         raise DataError(
             f"{found.name}: no row is left to train on",
             got="; ".join(
-                f"{count} of {counted(len(raw), 'row')} dropped: {why}"
+                f"{count} of {counted(found.total, 'row')} dropped: {why}"
                 for why, count in tally.dropped.items()
             ),
             wanted="rows with an answer, no longer than max_tokens",
             cure=_cure(tally, report),
         )
     return Prepared(rows, report)
+
+
+def _examples(found: Read, settings: DataSettings, bad: BadRows) -> tuple[Format, list[Example]]:
+    """The format of what was read, and the rows in their common form; at least one."""
+    raw = rename(found.rows, settings.columns, bad)
+    if not raw:
+        _refuse(bad, found, settings, left=0)
+    format, fitting = recognise(raw, settings, bad)
+    examples = convert(fitting, format, bad)
+    _refuse(bad, found, settings, left=len(examples))  # before tokens are made, which takes longest
+    return format, examples
+
+
+def _refuse(bad: BadRows, found: Read, settings: DataSettings, *, left: int) -> None:
+    """Raises the bad rows where that is the policy, or where no other is left."""
+    if settings.on_bad_row == "error":
+        bad.refuse(found.name, found.total)
+    elif not left:
+        bad.refuse(found.name, found.total, offer=None)
 
 
 def _limit(tokenizer: Any, settings: DataSettings, max_tokens: int | None) -> int | None:
@@ -107,6 +134,8 @@ class _Tally:
     limit: int | None
     over_long: str
     dropped: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    long: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     truncated: int = 0
     lost_tokens: int = 0
 
@@ -117,16 +146,10 @@ class _Tally:
         length = len(masked.tokens)
         cut = self.limit is not None and length > self.limit
         if cut and self.over_long == "error":
-            raise DataError(
-                f"{example.source}: row longer than max_tokens, and data.over_long is error",
-                got=f"{counted(length, 'token')}",
-                wanted=f"at most {self.limit}",
-                cure=f"data.max_tokens={length}, or data.over_long=drop or truncate",
-            )
-        if cut and self.over_long == "drop":
-            self.dropped[OVER_LONG] += 1
-            self.lost_tokens += length
+            self.long.append((example.source, length))
             return None
+        if cut and self.over_long == "drop":
+            return self._drop(OVER_LONG, example.source, length)
         tokens, trained = masked.tokens[: self.limit], masked.trained[: self.limit]
         label = None
         if made.template == "classes":
@@ -136,10 +159,11 @@ class _Tally:
                     tokenizer(example.text, truncation=True, max_length=self.limit)["input_ids"]
                 )
         elif not any(trained[1:]):
-            self.dropped[CUT_AWAY if any(masked.trained[1:]) else UNTRAINED] += 1
-            self.lost_tokens += length
-            return None
-        self.truncated += cut
+            why = CUT_AWAY if any(masked.trained[1:]) else UNTRAINED
+            return self._drop(why, example.source, length)
+        if cut:
+            self.truncated += 1
+            self._place(TRUNCATED, example.source)
         self.lost_tokens += length - len(tokens)
         left = [
             place for place in zip(masked.starts, turns, strict=False) if place[0] < len(tokens)
@@ -154,6 +178,41 @@ class _Tally:
             label=label,
             meta=_meta(example, turn, made.template),
         )
+
+    def refused(self, place: str) -> None:
+        """Counts a row that cannot be used."""
+        self.dropped[BAD] += 1
+        self._place(BAD, place)
+
+    def refuse_long(self) -> None:
+        """Raises for the rows that are too long, where that is an error.
+
+        Raises:
+            DataError: naming the first, and the length that would do for all.
+        """
+        if not self.long:
+            return
+        (place, length), *others = self.long
+        longest = max(each for _, each in self.long)
+        also = f", and {counted(len(others), 'more row')}" if others else ""
+        raise DataError(
+            f"{place}: row longer than max_tokens, and data.over_long is error",
+            got=f"{counted(length, 'token')}{also}, the longest of {longest}"
+            if others
+            else f"{length} tokens",
+            wanted=f"at most {self.limit}",
+            cure=f"data.max_tokens={longest}, or data.over_long=drop or truncate",
+        )
+
+    def _drop(self, why: str, source: str, length: int) -> None:
+        self.dropped[why] += 1
+        self.lost_tokens += length
+        self._place(why, source)
+
+    def _place(self, why: str, source: str) -> None:
+        places = self.places.setdefault(why, [])
+        if len(places) < PLACES:
+            places.append(source)
 
 
 def _meta(example: Example, turn: int | None, template: str) -> dict[str, Any]:
@@ -179,7 +238,7 @@ def _report(
     found: Read,
     role: str,
     format: Format,
-    examples: Sequence[Example],
+    bad: BadRows,
     made: Draft,
     tally: _Tally,
     rows: Sequence[Row],
@@ -191,16 +250,18 @@ def _report(
         why=format.why,
         template=made.template,
         stop=made.stop,
-        read=len(examples),
+        read=found.total,
         kept=len(rows),
         dropped=dict(tally.dropped),
+        places={why: tuple(places) for why, places in tally.places.items()},
+        bad=bad.lines(),
         truncated=tally.truncated,
         lost_tokens=tally.lost_tokens,
         max_tokens=tally.limit,
         tokens=sum(len(row.tokens) for row in rows),
         trained_tokens=sum(row.trained_tokens for row in rows),
         lengths=quantiles([len(one.tokens) for one in made.masked]),
-        duplicates=len(examples) - len({example.digest for example in examples}),
+        duplicates=len(made.examples) - len({example.digest for example in made.examples}),
         fingerprint=fingerprint(rows),
         labels=made.labels,
         notes=found.notes + made.notes,

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from afina.data.badrows import BadRows
 from afina.data.example import Example
 from afina.data.masks import Masked, encode, mask_all, mask_plain
 from afina.data.settings import DataSettings
 from afina.data.templates import Rendered, has_template, render_turns, stop_of
 from afina.errors import DataError, counted
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Draft:
     """Rows before any is cut or dropped, with what differs between chats, plain texts and classes.
 
-    `turns[i]` are the message numbers of row i's trained turns, beside `masked[i].starts`.
+    `examples[i]` is what `masked[i]` was made of; `turns[i]` are the message numbers of its trained turns, beside
+    `masked[i].starts`.
     """
 
+    examples: list[Example]
     masked: list[Masked]
     turns: list[tuple[int, ...]]
     template: str
@@ -33,17 +38,18 @@ def draft(
     tokenizer: Any,
     examples: Sequence[Example],
     settings: DataSettings,
+    bad: BadRows,
     labels: Sequence[str] | None = None,
     stop_ids: Sequence[int] = (),
 ) -> Draft:
-    """Tokens and labels of all examples of one format, as `prepare` describes them."""
+    """Tokens and labels of all examples of one format, as `prepare` describes them; `bad` gathers what has none."""
     if format == "text_label":
-        return _classes(tokenizer, examples, labels)
+        return _classes(tokenizer, examples, labels, bad)
     if format == "text":
-        return _texts(tokenizer, examples)
+        return _texts(tokenizer, examples, bad)
     if uses_chat(tokenizer, settings, examples[0]):
-        return _chats(tokenizer, examples, settings, stop_ids)
-    return _plain(tokenizer, examples, settings)
+        return _chats(tokenizer, examples, settings, stop_ids, bad)
+    return _plain(tokenizer, examples, settings, bad)
 
 
 def uses_chat(tokenizer: Any, settings: DataSettings, example: Example) -> bool:
@@ -67,12 +73,20 @@ def uses_chat(tokenizer: Any, settings: DataSettings, example: Example) -> bool:
 
 
 def _chats(
-    tokenizer: Any, examples: Sequence[Example], settings: DataSettings, stop_ids: Sequence[int]
+    tokenizer: Any,
+    examples: Sequence[Example],
+    settings: DataSettings,
+    stop_ids: Sequence[int],
+    bad: BadRows,
 ) -> Draft:
     stop = stop_of(tokenizer, stop_ids)
-    which = [_trained_turns(example, settings) for example in examples]
-    rendered = [_rendered(tokenizer, *pair, settings) for pair in zip(examples, which, strict=True)]
-    masked = mask_all(tokenizer, rendered, stop, [example.source for example in examples])
+    drawn = bad.good(
+        examples, lambda one: _rendered(tokenizer, one, settings), lambda one: one.source
+    )
+    sources = [example.source for example, _ in drawn]
+    found = mask_all(tokenizer, [one for _, one in drawn], stop, sources)
+    kept, masked = _sound(drawn, found, bad)
+    examples, rendered = [example for example, _ in kept], [one for _, one in kept]
     if settings.train_on == "text":
         masked = [replace(one, trained=(True,) * len(one.tokens)) for one in masked]
     notes = _found_by_content(rendered) + _located(masked) + _control(tokenizer, examples)
@@ -83,7 +97,22 @@ def _chats(
     shown = str(tokenizer.convert_ids_to_tokens(stop.ids[0])) if stop.ids else "nothing"
     if not stop.own:
         notes += (f"the chat template ends no turn: {shown} is added to the last one",)
-    return Draft(masked, turns, "chat", shown, notes=notes)
+    return Draft(examples, masked, turns, "chat", shown, notes=notes)
+
+
+def _sound(
+    pairs: Sequence[tuple[Example, T]], masked: Sequence[Masked | DataError], bad: BadRows
+) -> tuple[list[tuple[Example, T]], list[Masked]]:
+    """The pairs whose row could be masked, and their rows."""
+    kept: list[tuple[Example, T]] = []
+    rows: list[Masked] = []
+    for pair, one in zip(pairs, masked, strict=True):
+        if isinstance(one, DataError):
+            bad.add(pair[0].source, one)
+        else:
+            kept.append(pair)
+            rows.append(one)
+    return kept, rows
 
 
 def _trained_turns(example: Example, settings: DataSettings) -> tuple[int, ...]:
@@ -95,11 +124,9 @@ def _trained_turns(example: Example, settings: DataSettings) -> tuple[int, ...]:
     return turns if settings.train_on == "all" else turns[-1:]
 
 
-def _rendered(
-    tokenizer: Any, example: Example, which: tuple[int, ...], settings: DataSettings
-) -> Rendered:
+def _rendered(tokenizer: Any, example: Example, settings: DataSettings) -> Rendered:
     try:
-        return render_turns(tokenizer, example, which)
+        return render_turns(tokenizer, example, _trained_turns(example, settings))
     except DataError:
         if settings.train_on != "text":
             raise
@@ -161,38 +188,55 @@ def _empty(examples: Sequence[Example]) -> tuple[str, ...]:
     return (f"{counted(len(found), 'row')} with an empty answer; first: {found[0]}",)
 
 
-def _plain(tokenizer: Any, examples: Sequence[Example], settings: DataSettings) -> Draft:
-    for example in examples:
-        uses_chat(tokenizer, settings, example)  # a row of several turns among single ones
-    pairs = [example.plain or ("", "") for example in examples]
-    masked = mask_plain(tokenizer, pairs, [example.source for example in examples])
+def _plain(
+    tokenizer: Any, examples: Sequence[Example], settings: DataSettings, bad: BadRows
+) -> Draft:
+    # A row of several turns among single ones has no plain form, which `uses_chat` refuses.
+    single = bad.good(
+        examples, lambda one: uses_chat(tokenizer, settings, one), lambda one: one.source
+    )
+    pairs = [example.plain or ("", "") for example, _ in single]
+    found = mask_plain(tokenizer, pairs, [example.source for example, _ in single])
+    kept, masked = _sound(single, found, bad)
+    examples = [example for example, _ in kept]
     if settings.train_on == "text":
         masked = [replace(one, trained=(True,) * len(one.tokens)) for one in masked]
     notes = _located(masked) + _empty(examples)
     turns = [(len(example.messages) - 1,) for example in examples]
-    return Draft(masked, turns, "none", str(tokenizer.eos_token), notes=notes)
+    return Draft(examples, masked, turns, "none", str(tokenizer.eos_token), notes=notes)
 
 
-def _texts(tokenizer: Any, examples: Sequence[Example]) -> Draft:
+def _texts(tokenizer: Any, examples: Sequence[Example], bad: BadRows) -> Draft:
+    texts = [(example, example.text or "") for example in examples]
     sources = [example.source for example in examples]
-    masked = mask_plain(tokenizer, [("", example.text or "") for example in examples], sources)
-    return Draft(masked, [()] * len(examples), "none", str(tokenizer.eos_token))
+    found = mask_plain(tokenizer, [("", text) for _, text in texts], sources)
+    kept, masked = _sound(texts, found, bad)
+    whole = [example for example, _ in kept]
+    return Draft(whole, masked, [()] * len(whole), "none", str(tokenizer.eos_token))
 
 
-def _classes(tokenizer: Any, examples: Sequence[Example], labels: Sequence[str] | None) -> Draft:
+def _classes(
+    tokenizer: Any, examples: Sequence[Example], labels: Sequence[str] | None, bad: BadRows
+) -> Draft:
     if labels is None:
         names = {str(example.label) for example in examples}
-        numeric = all(name.lstrip("-").isdecimal() for name in names)
+        numeric = all(name.removeprefix("-").isdecimal() for name in names)
         labels = sorted(names, key=int) if numeric else sorted(names)
     known = tuple(labels)
-    for example in examples:
-        if str(example.label) not in known:
-            raise DataError(
-                f"{example.source}: a class that the training rows do not have",
-                got=repr(example.label),
-                wanted=", ".join(known[:20]),
-            )
+    named = bad.good(examples, lambda one: _class_of(one, known), lambda one: one.source)
+    examples = [example for example, _ in named]
     tokens = encode(tokenizer, [example.text or "" for example in examples], special=True)
     masked = [Masked(tuple(ids), (False,) * len(ids), ()) for ids in tokens]
     note = "classes; to have a language model write the label: data.columns={prompt: text, completion: label}"
-    return Draft(masked, [()] * len(examples), "classes", "", known, (note,))
+    return Draft(examples, masked, [()] * len(examples), "classes", "", known, (note,))
+
+
+def _class_of(example: Example, known: tuple[str, ...]) -> str:
+    if str(example.label) not in known:
+        raise DataError(
+            f"{example.source}: a class that the training rows do not have",
+            got=repr(example.label),
+            wanted=", ".join(known[:20]),
+            cure="correct the label, or train with such rows too",
+        )
+    return str(example.label)

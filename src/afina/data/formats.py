@@ -7,10 +7,12 @@ error says what to type to map them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from afina.data.badrows import BadRows, gathering
 from afina.data.convert import CHAT_COLUMNS, CONVERT, chat_column
 from afina.data.example import Example
 from afina.data.settings import DataSettings
@@ -46,11 +48,18 @@ class Format:
     why: str
 
 
-def rename(rows: Sequence[RawRow], columns: Mapping[str, str]) -> list[RawRow]:
+def rename(
+    rows: Sequence[RawRow], columns: Mapping[str, str], bad: BadRows | None = None
+) -> list[RawRow]:
     """The rows with the columns the user mapped under our names.
 
+    Args:
+        rows: as read.
+        columns: our name -> the file's.
+        bad: gathers the rows that lack one of the file's columns; None raises them.
+
     Raises:
-        DataError: our name or the file's column does not exist.
+        DataError: our name does not exist.
     """
     if not columns:
         return list(rows)
@@ -63,21 +72,29 @@ def rename(rows: Sequence[RawRow], columns: Mapping[str, str]) -> list[RawRow]:
                 wanted=", ".join(known),
                 cure=f"did you mean {near[0]!r}?" if near else "write OURS: THEIRS",
             )
-    renamed: list[RawRow] = []
-    for row in rows:
-        for ours, theirs in columns.items():
-            if theirs not in row.columns:
-                near = nearest(theirs, list(row.columns))
-                raise DataError(
-                    f"{row.source}: no column {theirs!r} (mapped to {ours!r} by data.columns)",
-                    got=f"columns {list(row.columns)}",
-                    cure=f"did you mean {near[0]!r}?" if near else None,
-                )
-        moved = set(columns.values())
-        kept = {name: value for name, value in row.columns.items() if name not in moved}
-        mapped = {ours: row.columns[theirs] for ours, theirs in columns.items()}
-        renamed.append(RawRow(row.id, row.source, {**kept, **mapped}))
-    return renamed
+    with gathering(bad, "data") as refused:
+        return [
+            renamed
+            for _, renamed in refused.good(
+                rows, lambda row: _renamed(row, columns), lambda row: row.source
+            )
+        ]
+
+
+def _renamed(row: RawRow, columns: Mapping[str, str]) -> RawRow:
+    for ours, theirs in columns.items():
+        if theirs not in row.columns:
+            near = nearest(theirs, list(row.columns))
+            raise DataError(
+                f"{row.source}: no column {theirs!r} (mapped to {ours!r} by data.columns)",
+                got=f"columns {list(row.columns)}",
+                wanted=repr(theirs),
+                cure=f"did you mean {near[0]!r}?" if near else "name one of the file's columns",
+            )
+    moved = set(columns.values())
+    kept = {name: value for name, value in row.columns.items() if name not in moved}
+    mapped = {ours: row.columns[theirs] for ours, theirs in columns.items()}
+    return RawRow(row.id, row.source, {**kept, **mapped})
 
 
 def fits(columns: Mapping[str, Any], mapped: Sequence[str] = ()) -> list[str]:
@@ -101,36 +118,64 @@ def fits(columns: Mapping[str, Any], mapped: Sequence[str] = ()) -> list[str]:
     return found
 
 
-def recognise(rows: Sequence[RawRow], settings: DataSettings) -> Format:
-    """The one format that every row fits.
+def recognise(
+    rows: Sequence[RawRow], settings: DataSettings, bad: BadRows | None = None
+) -> tuple[Format, list[RawRow]]:
+    """The one format of the rows, and the rows that fit it.
+
+    It is the format that all rows fit, or else the one that most do.
 
     Args:
-        rows: all rows, columns renamed already.
+        rows: all rows, at least one, columns renamed already.
         settings: `format` and `columns`.
+        bad: gathers the rows that do not fit; None raises them.
 
     Raises:
-        DataError: naming the first row that differs, its columns, and what to do.
+        DataError: no row has a known format; it says the columns, and what to do.
     """
+    fitting = [fits(row.columns, tuple(settings.columns)) for row in rows]
+    if settings.format == "auto":
+        name = _most(rows, fitting)
+    else:
+        name, fitting = settings.format, [fits(row.columns) for row in rows]
+    first = next((row for row, names in zip(rows, fitting, strict=True) if name in names), None)
+    kept: list[RawRow] = []
+    with gathering(bad, "data") as refused:
+        for row, names in zip(rows, fitting, strict=True):
+            if name in names:
+                kept.append(row)
+            elif settings.format != "auto" or first is None:
+                refused.add(row.source, _not_as_stated(row, name))
+            else:
+                refused.add(row.source, _mixed(first, name, row, names))
     if settings.format != "auto":
-        return _stated(rows, settings.format)
-    candidates: list[str] = []
-    for row in rows:
-        fitting = fits(row.columns, tuple(settings.columns))
-        if row is rows[0]:
-            candidates = fitting
-            if not candidates:
-                raise _unknown(row)
-        still = [name for name in candidates if name in fitting]
-        if not still:
-            raise _mixed(rows[0], candidates[0], row, fitting)
-        candidates = still
-    name, *others = candidates
-    needed = _columns_of(name, rows[0].columns)
-    all_of = "the one row has" if len(rows) == 1 else f"all {len(rows)} rows have"
-    why = f"{all_of} {' and '.join(needed)}"
-    if others:
-        why += f" (they would also fit {', '.join(others)})"
-    return Format(name, why)
+        return Format(name, "stated by data.format"), kept
+    others = [
+        each
+        for each in fitting[rows.index(kept[0])]
+        if each != name and all(each in names for names in fitting)
+    ]
+    return Format(name, _why(name, kept, len(rows), others)), kept
+
+
+def _most(rows: Sequence[RawRow], fitting: Sequence[Sequence[str]]) -> str:
+    """The format that most rows fit; of equals the better one, then the first met."""
+    counts = Counter(name for names in fitting for name in names)
+    if not counts:
+        raise _unknown(rows[0])
+    best = max(counts.values())
+    return next(name for names in fitting for name in names if counts[name] == best)
+
+
+def _why(name: str, kept: Sequence[RawRow], total: int, others: Sequence[str]) -> str:
+    if total == 1:
+        all_of = "the one row has"
+    elif len(kept) == total:
+        all_of = f"all {total} rows have"
+    else:
+        all_of = f"{len(kept)} of {total} rows have"
+    why = f"{all_of} {' and '.join(_columns_of(name, kept[0].columns))}"
+    return f"{why} (they would also fit {', '.join(others)})" if others else why
 
 
 def _columns_of(name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
@@ -139,18 +184,13 @@ def _columns_of(name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
     return REQUIRED[name]
 
 
-def _stated(rows: Sequence[RawRow], name: str) -> Format:
-    for row in rows:
-        if name not in fits(row.columns):
-            raise DataError(
-                f"{row.source}: not a row of format {name}, which data.format states",
-                got=_columns_and_empty(row),
-                wanted=" and ".join(REQUIRED[name]),
-                cure=_fill(row, [name])
-                or _cure(row.columns)
-                or "remove data.format to have it recognised",
-            )
-    return Format(name, "stated by data.format")
+def _not_as_stated(row: RawRow, name: str) -> DataError:
+    return DataError(
+        f"{row.source}: not a row of format {name}, which data.format states",
+        got=_columns_and_empty(row),
+        wanted=" and ".join(REQUIRED[name]),
+        cure=_fill(row, [name]) or _cure(row.columns) or "remove data.format to have it recognised",
+    )
 
 
 def _empty(row: RawRow) -> list[str]:
@@ -173,7 +213,7 @@ def _fill(row: RawRow, formats: Sequence[str]) -> str | None:
 
 def _mixed(first: RawRow, name: str, row: RawRow, fitting: list[str]) -> DataError:
     return DataError(
-        f"{row.source}: this row is not like those before it",
+        f"{row.source}: this row is not like the others",
         got=f"{_columns_and_empty(row)}: {' or '.join(fitting) or 'no known format'}",
         wanted=f"{name} ({' and '.join(_columns_of(name, first.columns))}), as {first.source} has",
         cure=_fill(row, [name]) or "give one format a file; or complete or remove that row",
@@ -222,11 +262,14 @@ def _mapping(columns: Mapping[str, str]) -> str:
     )
 
 
-def convert(rows: Sequence[RawRow], format: Format) -> list[Example]:
+def convert(rows: Sequence[RawRow], format: Format, bad: BadRows | None = None) -> list[Example]:
     """The rows in their common form.
 
-    Raises:
-        DataError: a value has the wrong type; the row and column are named.
+    Args:
+        rows: that fit the format.
+        format: as `recognise` says.
+        bad: gathers the rows with a value of a wrong type, row and column named; None raises them.
     """
-    make = CONVERT[format.name]
-    return [make(row) for row in rows]
+    with gathering(bad, "data") as refused:
+        made = refused.good(rows, CONVERT[format.name], lambda row: row.source)
+        return [example for _, example in made]

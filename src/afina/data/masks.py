@@ -56,11 +56,11 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special: bool = False) -> li
 
 def mask_all(
     tokenizer: Any, rendered: Sequence[Rendered], stop: Stop, sources: Sequence[str]
-) -> list[Masked]:
+) -> list[Masked | DataError]:
     """Tokens and labels of many rendered conversations, tokenised in batches.
 
-    Raises:
-        DataError: a trained turn without a stop token, or a place no offset can decide.
+    In the place of a row with a trained turn without a stop token, or with a place that no offset can decide, is the
+    error that says so.
     """
     wholes = encode(tokenizer, [one.text for one in rendered])
     places = [_places(one) for one in rendered]
@@ -70,10 +70,13 @@ def mask_all(
             [one.text[:at] for one, each in zip(rendered, places, strict=True) for at in each],
         )
     )
-    masked: list[Masked] = []
+    masked: list[Masked | DataError] = []
     for one, ids, each, source in zip(rendered, wholes, places, sources, strict=True):
         exact = {at: len(part) for at in each if ids[: len(part := next(prefixes))] == part}
-        masked.append(_mask(tokenizer, one, ids, exact, stop, source))
+        try:
+            masked.append(_mask(tokenizer, one, ids, exact, stop, source))
+        except DataError as error:
+            masked.append(error)
     return masked
 
 
@@ -168,11 +171,11 @@ def _no_stop(tokenizer: Any, turn: str, stop: Stop, source: str) -> DataError:
 
 def mask_plain(
     tokenizer: Any, pairs: Sequence[tuple[str, str]], sources: Sequence[str]
-) -> list[Masked]:
+) -> list[Masked | DataError]:
     """Prompt, completion and end-of-text token, without a template; the completion and the end are labels.
 
     A text without a prompt is the pair ("", text). The tokenizer's begin-of-text token is put first if it would
-    put it there itself.
+    put it there itself. Errors of rows are in their place, as `mask_all` says.
 
     Raises:
         DataError: the tokenizer has no end-of-text token.
@@ -190,15 +193,16 @@ def mask_plain(
     ]
     masked = mask_all(tokenizer, rendered, Stop((eos,), own=False), sources)
     first = _begin(tokenizer)
-    return [
-        replace(
-            one,
-            tokens=(*first, *one.tokens),
-            trained=(*(False for _ in first), *one.trained),
-            starts=tuple(start + len(first) for start in one.starts),
-        )
-        for one in masked
-    ]
+    return [one if isinstance(one, DataError) else _after(first, one) for one in masked]
+
+
+def _after(first: Sequence[int], one: Masked) -> Masked:
+    return replace(
+        one,
+        tokens=(*first, *one.tokens),
+        trained=(*(False for _ in first), *one.trained),
+        starts=tuple(start + len(first) for start in one.starts),
+    )
 
 
 def _begin(tokenizer: Any) -> list[int]:

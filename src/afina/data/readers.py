@@ -1,5 +1,8 @@
 r"""One reader a file type. Each yields (line, columns) with the true line number, counted from 1.
 
+A row that cannot be read is yielded too, as the error that says why, so that a file is read to its end and all its bad
+rows are told at once; what spoils a whole file is raised.
+
 The text types go through the standard library, so that reading them imports nothing heavy and a broken row is
 named by its own line. Lines end at "\n" alone (with an optional "\r" before it): `str.splitlines` would also cut
 a row at U+2028 or U+0085, which JSON allows inside a string.
@@ -7,77 +10,111 @@ a row at U+2028 or U+0085, which JSON allows inside a string.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from afina.errors import DataError, counted
+from afina.data.decoding import text_of, what_is
+from afina.data.tables import read_csv, read_parquet
+from afina.errors import DataError
 
-Rows = Iterator[tuple[int, dict[str, Any]]]
+Rows = Iterator[tuple[int, dict[str, Any] | DataError]]
+
+
+class _Twice(ValueError):
+    """A key of an object occurs twice: JSON keeps the last and says nothing."""
 
 
 def _missing(name: str) -> None:
     """NaN and the infinities, which other programs write for a value they do not have: nothing."""
 
 
-_DECODER = json.JSONDecoder(parse_constant=_missing)
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(next(key for key in keys if keys.count(key) > 1))
+    return made
+
+
+_DECODER = json.JSONDecoder(parse_constant=_missing, object_pairs_hook=_once)
 _SPACE = " \t\r\n"
 
 
-def text_of(path: Path) -> str:
-    """The file as text, gunzipped when named .gz: UTF-8 with or without a byte-order mark, or UTF-16 with one."""
+def _decoded(path: Path, line: int, text: str, at: int = 0) -> tuple[Any, int]:
+    """The JSON value at a place of the text, and where it ends.
+
+    Raises:
+        DataError: it is JSON, and cannot be used.
+        json.JSONDecodeError: it is not JSON.
+    """
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
+        return _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except _Twice as error:
         raise DataError(
-            f"{path} cannot be read", got=getattr(error, "strerror", None) or error
+            f"{path}:{line}: a key occurs twice in one object",
+            got=repr(str(error)),
+            wanted="each key once; of two, one value would be lost",
+            cure="rename or remove one of them",
         ) from error
-    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    try:
-        return raw.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
+    except RecursionError as error:
         raise DataError(
-            f"{path}:{line}: not {encoding.removesuffix('-sig').upper()}",
-            got=f"byte 0x{raw[error.start]:02x} at offset {error.start}",
-            wanted="UTF-8 text",
-            cure=f"iconv -f WINDOWS-1252 -t UTF-8 {path} > fixed{path.suffix}",
+            f"{path}:{line}: nested too deeply", got="brackets within brackets without end"
+        ) from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(
+            f"{path}:{line}: a number cannot be read", got=error, cure="write it as a text"
         ) from error
 
 
 def read_jsonl(path: Path) -> Rows:
-    """JSON Lines: one object a line; blank lines are skipped.
-
-    Raises:
-        DataError: a line is not JSON, or not an object.
-    """
+    """JSON Lines: one object a line; blank lines are skipped."""
     return _jsonl_rows(path, text_of(path))
 
 
 def _jsonl_rows(path: Path, text: str) -> Rows:
-    for line, piece in enumerate(text.split("\n"), start=1):
-        piece = piece.strip(_SPACE)
-        if not piece:
-            continue
-        try:
-            value = json.loads(piece, parse_constant=_missing)
-        except json.JSONDecodeError as error:
-            whole = line == 1 and piece in ("{", "[")
-            raise DataError(
-                f"{path}:{line}: not a line of JSON",
-                got=f"{piece[:80]!r} ({error.msg} at column {error.colno})",
-                wanted="one whole JSON object a line",
-                cure=f"the file looks like one JSON document: name it {path.with_suffix('.json').name}"
-                if whole
-                else "correct or remove that line",
-            ) from error
-        yield line, _object(path, line, value)
+    pieces = text.split("\n")
+    for line, piece in enumerate(pieces, start=1):
+        piece = piece.strip(_SPACE + "\ufeff")  # a mark between two files that were joined
+        if piece:
+            yield line, _line(path, line, piece, last=line == len(pieces))
+
+
+def _line(path: Path, line: int, piece: str, last: bool) -> dict[str, Any] | DataError:
+    """The object on one line; `last` is of a line that no line end follows."""
+    try:
+        value, end = _decoded(path, line, piece)
+        if end < len(piece):
+            raise json.JSONDecodeError("something follows the object", piece, end)
+        return _object(path, line, value)
+    except json.JSONDecodeError as error:
+        return DataError(
+            f"{path}:{line}: not a line of JSON",
+            got=f"{piece[:80]!r} ({error.msg} at column {error.colno})",
+            wanted="one whole JSON object a line",
+            cure=_cure_of_line(path, line, piece, last),
+        )
+    except DataError as error:
+        return error
+
+
+def _cure_of_line(path: Path, line: int, piece: str, last: bool) -> str:
+    if line == 1 and piece in ("{", "["):
+        return f"the file looks like one JSON document: name it {path.with_suffix('.json').name}"
+    if last and line > 1:
+        return "the last line has no end, as when writing was interrupted: complete or remove it"
+    if piece.startswith("[{"):
+        return f"the file looks like a JSON list: name it {path.with_suffix('.json').name}"
+    if piece.startswith("{'"):
+        return "this is Python's way of writing, not JSON: write rows with json.dumps"
+    if path.suffix.lower() in (".jsonl", ".ndjson") and line == 1 and piece.count(",") > 1:
+        return (
+            f"if the file is CSV, name it {path.with_suffix('.csv').name}; else correct that line"
+        )
+    return "correct or remove that line"
 
 
 def _object(path: Path, line: int, value: Any) -> dict[str, Any]:
@@ -87,7 +124,7 @@ def _object(path: Path, line: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(
             f"{path}:{line}: a row must be an object of columns",
-            got=f"{type(value).__name__} {str(value)[:60]!r}",
+            got=f"{type(value).__name__} {json.dumps(value)[:60]}",
             wanted='{"prompt": …, "completion": …} or another known format',
         )
     return value
@@ -105,10 +142,12 @@ def read_json(path: Path) -> Rows:
         if text[start : start + 1] == "[":
             yield from _items(path, text, start, alone=True)
             return
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = _decoded(path, 1, text, start)
         if _skip(text, end) < len(text):  # a second document follows: JSON Lines under a .json name
             yield from _jsonl_rows(path, text)
             return
+        if not isinstance(value, dict):
+            raise json.JSONDecodeError("neither a list nor an object", text, start)
         lists = [key for key, item in value.items() if isinstance(item, list)]
         if len(lists) != 1:
             raise DataError(
@@ -117,10 +156,27 @@ def read_json(path: Path) -> Rows:
                 wanted="a list of objects, or an object with exactly one list",
                 cure="write one JSON object a line to a .jsonl file",
             )
-        yield from _items(path, text, _value_of(text, start, lists[0]))
-    except (json.JSONDecodeError, AttributeError) as error:
-        line = text.count("\n", 0, getattr(error, "pos", 0)) + 1
-        raise DataError(f"{path}:{line}: not valid JSON", got=error) from error
+        yield from _items(path, text, _value_of(path, text, start, lists[0]))
+    except json.JSONDecodeError as error:
+        raise _not_json(path, text, error) from error
+
+
+def _not_json(path: Path, text: str, error: json.JSONDecodeError) -> DataError:
+    line = text.count("\n", 0, error.pos) + 1
+    before, rest = text[: error.pos].rstrip(_SPACE), text[error.pos :].lstrip(_SPACE)
+    if before.endswith(",") and rest[:1] in ("]", "}"):
+        line = before.count("\n") + 1
+        got, cure = f"a comma before {rest[0]!r}", f"remove the last comma of line {line}"
+    elif not rest:
+        got, cure = error, "the file is cut short, as when writing was interrupted: write it again"
+    else:
+        got, cure = error, "correct that line, or write one JSON object a line to a .jsonl file"
+    return DataError(
+        f"{path}:{line}: not valid JSON",
+        got=got,
+        wanted="[{…}, {…}], or an object that holds one such list",
+        cure=cure,
+    )
 
 
 def _skip(text: str, at: int, also: str = "") -> int:
@@ -129,15 +185,15 @@ def _skip(text: str, at: int, also: str = "") -> int:
     return at
 
 
-def _value_of(text: str, start: int, wanted: str) -> int:
+def _value_of(path: Path, text: str, start: int, wanted: str) -> int:
     """Where the value of key `wanted` begins, in the object that begins at `start`."""
     at = _skip(text, start + 1)
     while True:
-        key, at = _DECODER.raw_decode(text, at)
+        key, at = _decoded(path, 1, text, at)
         at = _skip(text, at, ":")
         if key == wanted:
             return at
-        _, at = _DECODER.raw_decode(text, at)
+        _, at = _decoded(path, 1, text, at)
         at = _skip(text, at, ",")
 
 
@@ -150,91 +206,27 @@ def _items(path: Path, text: str, start: int, alone: bool = False) -> Rows:
     line, seen = 1, 0
     while text[at : at + 1] != "]":
         line, seen = line + text.count("\n", seen, at), at
-        value, at = _DECODER.raw_decode(text, at)
-        yield line, _object(path, line, value)
+        value, at = _decoded(path, line, text, at)
+        try:
+            yield line, _object(path, line, value)
+        except DataError as error:
+            yield line, error
         at = _skip(text, at)
         if text[at : at + 1] == ",":
             at = _skip(text, at + 1)
+            if text[at : at + 1] == "]":
+                raise json.JSONDecodeError("a comma before the end of the list", text, at)
         elif text[at : at + 1] != "]":
             raise json.JSONDecodeError("expected ',' or ']'", text, at)
     if alone and (rest := _skip(text, at + 1)) < len(text):
         raise json.JSONDecodeError("something follows the list of rows", text, rest)
 
 
-def read_csv(path: Path) -> Rows:
-    """Comma-, semicolon- or tab-separated rows under a header; quoted fields may hold line ends.
-
-    The separator is a tab for .tsv, else whichever of `,` `;` and tab the header has most of.
-
-    Raises:
-        DataError: no header, a name twice in it, or a row with another number of fields.
-    """
-    text = text_of(path)
-    first = text.split("\n", 1)[0]
-    tab = ".tsv" in path.suffixes
-    separator = "\t" if tab else max(",;\t", key=first.count)
-    limit = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    line = 1
-    try:
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-        header = next(reader, None)
-        if not header:
-            raise DataError(f"{path}: empty", wanted="a header line with the column names")
-        if len(set(header)) < len(header):
-            raise DataError(f"{path}:1: a column name occurs twice", got=header)
-        line = reader.line_num + 1
-        for fields in reader:
-            if fields:
-                if len(fields) != len(header):
-                    raise DataError(
-                        f"{path}:{line}: {counted(len(fields), 'field')} under a header of {len(header)}",
-                        got=[field[:30] for field in fields[:8]],
-                        wanted=f"{header} separated by {separator!r}",
-                        cure="quote a field that contains the separator or a line end",
-                    )
-                yield line, dict(zip(header, fields, strict=True))
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise _broken(path, text, line, reader.line_num, error) from error
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _broken(path: Path, text: str, begin: int, line: int, error: csv.Error) -> DataError:
-    """What csv found wrong in the row that begins on line `begin`; it noticed on `line`."""
-    if "unexpected end" in str(error):
-        shown = text.split("\n")[begin - 1].strip()
-        return DataError(
-            f"{path}:{begin}: a quote opens in this row and never closes",
-            got=f"{shown[:80]!r} and everything after it",
-            wanted='"…" around a field; a quote inside one written twice, as ""',
-            cure="close the quote, or quote the whole field and double the quotes in it",
-        )
-    return DataError(
-        f"{path}:{line}: broken CSV",
-        got=error,
-        wanted='"…" around a whole field; a quote inside one written twice, as ""',
-        cure="correct that line",
-    )
-
-
-def read_parquet(path: Path) -> Rows:
-    """Apache Parquet; the "line" is the row's number."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file", got=error) from error
-    yield from enumerate(rows, start=1)
-
-
 def read_lines(path: Path) -> Rows:
     """Plain text, each line that is not blank a row with the one column `text`."""
     for line, piece in enumerate(text_of(path).split("\n"), start=1):
         if piece.strip():
-            yield line, {"text": piece.rstrip("\r")}
+            yield line, _text(path, line, piece.rstrip("\r"))
 
 
 def read_paragraphs(path: Path) -> Rows:
@@ -245,8 +237,18 @@ def read_paragraphs(path: Path) -> Rows:
             begin = begin or line
             kept.append(piece.rstrip("\r"))
         elif kept:
-            yield begin, {"text": "\n".join(kept)}
+            yield begin, _text(path, begin, "\n".join(kept))
             begin, kept = 0, []
+
+
+def _text(path: Path, line: int, text: str) -> dict[str, Any] | DataError:
+    if "\0" in text:
+        return DataError(
+            f"{path}:{line}: NUL bytes in a text",
+            got=repr(text[max(0, text.index("\0") - 20) :][:60]),
+            cure="remove them, or that line",
+        )
+    return {"text": text}
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
@@ -266,3 +268,33 @@ def kind(path: Path) -> str | None:
     suffixes = path.suffixes
     last = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else path.suffix
     return last.lower() if last.lower() in READERS else None
+
+
+def read_file(path: Path, *, paragraphs: bool = False) -> Rows:
+    """The rows of a file, by the reader that its name asks for.
+
+    Args:
+        path: of the file.
+        paragraphs: of a .txt, a run of lines is a row, and not a line.
+
+    Raises:
+        DataError: no reader is for such a name; it says what the file looks like.
+    """
+    suffix = kind(path)
+    if suffix is None:
+        raise _unknown_kind(path)
+    return read_paragraphs(path) if suffix == ".txt" and paragraphs else READERS[suffix](path)
+
+
+def _unknown_kind(path: Path) -> DataError:
+    try:
+        with path.open("rb") as file:
+            found = what_is(path, file.read(4096))
+    except OSError:
+        found = None
+    return DataError(
+        f"{path}: unknown kind of file",
+        got=f"suffix {path.suffix!r}" + (f", and it holds {found[0]}" if found else ""),
+        wanted=", ".join(READERS) + " (the text kinds also with .gz)",
+        cure=found[1] if found else "rename the file after what it holds",
+    )

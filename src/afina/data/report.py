@@ -24,6 +24,8 @@ class DataReport:
         stop: the token that ends a trained turn, as text; "" for classes.
         read, kept: rows.
         dropped: reason -> rows.
+        places: reason, or "truncated" -> where the first such rows are.
+        bad: the first rows that could not be used, each with what is wrong with it.
         truncated: rows kept but cut; lost_tokens: tokens lost by cutting and by dropping long rows.
         max_tokens: the longest row allowed; None is no limit.
         tokens, trained_tokens: of the kept rows.
@@ -52,6 +54,8 @@ class DataReport:
     duplicates: int
     fingerprint: str
     labels: tuple[str, ...] = ()
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    bad: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
@@ -77,6 +81,7 @@ class DataReport:
         if self.duplicates:
             again = counted(self.duplicates, "row")
             out.append(f"  note     {again} with the content of an earlier row")
+        out += [f"  skipped  {line}" for line in self.bad]
         return out + [f"  note     {note}" for note in self.notes]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from afina.problems import Frozen
 
 FormatName = Literal[
     "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text_label", "text"
@@ -12,10 +14,8 @@ FormatName = Literal[
 Role = Literal["train", "val", "eval"]
 
 
-class DataSettings(BaseModel):
+class DataSettings(Frozen):
     """How a source becomes rows of tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: FormatName = Field(
         default="auto", description="what a row looks like; auto looks at every row"
@@ -49,6 +49,10 @@ class DataSettings(BaseModel):
     )
     over_long: Literal["error", "drop", "truncate"] = Field(
         default="drop", description="what happens to a row longer than max_tokens; always reported"
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error",
+        description="what happens to rows that cannot be used: all are said at once, or dropped and listed",
     )
     packing: bool = Field(
         default=True, description="lay rows end to end, with no attention across them"

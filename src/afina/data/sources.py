@@ -13,9 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from afina.data.readers import READERS, kind, read_paragraphs
+from afina.data.badrows import BadRows, gathering
+from afina.data.readers import READERS, kind, read_file
 from afina.data.settings import DataSettings, Role
 from afina.errors import DataError, nearest
+from afina.places import exists, local
 
 Source = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
 
@@ -31,6 +33,13 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 """Which part of a folder or hub data set each role reads, best first."""
 
 
+DEEPEST = 64
+"""Most levels of lists and objects in a column: far more than conversations have, far fewer than end Python's stack."""
+
+Placed = Iterator[tuple[str, dict[str, Any] | DataError]]
+"""Rows with their place, or what is wrong with them."""
+
+
 @dataclass(frozen=True)
 class RawRow:
     """A row as it was given: its place in the source (from 0), "file:line", and its columns."""
@@ -42,44 +51,109 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Read:
-    """What was read, and what the user should know of how."""
+    """What was read, and what the user should know of how.
+
+    Attributes:
+        rows: those that could be read.
+        name: of the source.
+        total: rows, bad ones too.
+        notes: for the report.
+    """
 
     rows: list[RawRow]
     name: str
+    total: int
     notes: tuple[str, ...] = ()
 
 
-def read(source: Source, settings: DataSettings, role: Role = "train") -> Read:
+def read(
+    source: Source, settings: DataSettings, role: Role = "train", bad: BadRows | None = None
+) -> Read:
     """All rows of a source, in its order.
 
     Args:
         source: a path or hub id; or an iterable of paths; or an iterable of rows (mappings).
         settings: `split`, `subset`, `txt` and `max_rows` are used here.
         role: which split a folder or hub data set gives when `settings.split` is None.
+        bad: gathers the rows that cannot be read; None raises them.
 
     Raises:
         DataError: nothing there, unreadable, or no rows.
     """
     notes: list[str] = []
-    if isinstance(source, (str, Path)):
-        name, found = str(source), _one(source, settings, role, notes)
-    else:
-        given = list(source)
-        paths = [item for item in given if isinstance(item, (str, Path))]
-        if len(paths) == len(given) and paths:
-            name = ", ".join(map(str, paths))
-            found = (row for path in paths for row in _one(path, settings, role, notes))
-        else:
-            name, found = "rows given in Python", _given(given)
-    taken = enumerate(islice(found, settings.max_rows))
-    rows = [RawRow(i, at, {k: _value(v) for k, v in cols.items()}) for i, (at, cols) in taken]
-    if not rows:
-        raise DataError(f"{name}: no rows", wanted="at least one row")
-    if settings.max_rows is not None and len(rows) == settings.max_rows:
-        notes.append(
-            f"only the first {f'{len(rows)} rows were' if len(rows) > 1 else 'row was'} read (data.max_rows)"
+    name, found = _found(source, settings, role, notes)
+    rows: list[RawRow] = []
+    total = 0
+    with gathering(bad, name) as refused:
+        for total, (at, columns) in enumerate(islice(found, settings.max_rows), start=1):
+            fault = columns if isinstance(columns, DataError) else _unusable(at, columns)
+            if fault is not None:
+                refused.add(at, fault)
+            else:
+                plain = {key: _value(value) for key, value in columns.items()}
+                rows.append(RawRow(total - 1, at, plain))
+    if not total:
+        raise DataError(
+            f"{name}: no rows",
+            got="nothing but blank lines, a header or an empty list",
+            wanted="at least one row",
         )
-    return Read(rows, name, tuple(notes))
+    if settings.max_rows is not None and total == settings.max_rows:
+        notes.append(
+            f"only the first {f'{total} rows were' if total > 1 else 'row was'} read (data.max_rows)"
+        )
+    return Read(rows, name, total, tuple(notes))
+
+
+def _found(
+    source: Source, settings: DataSettings, role: Role, notes: list[str]
+) -> tuple[str, Placed]:
+    """The name of a source, and its rows to come."""
+    if isinstance(source, (str, Path)):
+        return str(source), _one(source, settings, role, notes)
+    if isinstance(source, (Mapping, bytes)) or not isinstance(source, Iterable):
+        raise DataError(
+            "this is no source of rows",
+            got=f"{type(source).__name__} {str(source)[:60]}",
+            wanted="a path, a hub id, a list of paths, or a list of rows such as {'prompt': …, 'completion': …}",
+            cure="put the one row in a list" if isinstance(source, Mapping) else None,
+        )
+    given = list(source)
+    paths = [item for item in given if isinstance(item, (str, Path))]
+    if len(paths) == len(given) and paths:
+        name = ", ".join(map(str, paths))
+        return name, (row for path in paths for row in _one(path, settings, role, notes))
+    return "rows given in Python", _given(given)
+
+
+def _unusable(place: str, columns: Mapping[Any, Any]) -> DataError | None:
+    """What is wrong with a row that was read, whatever its format."""
+    odd = next((name for name in columns if not isinstance(name, str)), None)
+    if odd is not None:
+        return DataError(f"{place}: a column's name is no text", got=repr(odd), wanted="a text")
+    for name, value in columns.items():
+        fault = _structure(value) if isinstance(value, (Mapping, list, tuple)) else None
+        if fault:
+            return DataError(
+                f"{place}: column {name!r} is {fault}",
+                wanted=f"lists and objects with keys of text, at most {DEEPEST} levels of them",
+            )
+    return None
+
+
+def _structure(value: Any) -> str | None:
+    """What is wrong with how a value is nested, if anything."""
+    level = [(value, 1)]
+    while level:
+        inside, depth = level.pop()
+        if depth > DEEPEST:
+            return f"nested more than {DEEPEST} levels deep"
+        if isinstance(inside, Mapping):
+            if not all(isinstance(key, str) for key in inside):
+                return "an object with a key that is no text"
+            inside = inside.values()
+        level += [(each, depth + 1) for each in inside if isinstance(each, (Mapping, list, tuple))]
+    return None
 
 
 def _value(value: Any) -> Any:
@@ -87,26 +161,23 @@ def _value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Placed = Iterator[tuple[str, dict[str, Any]]]
-
-
 def _given(rows: list[Any]) -> Placed:
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"row {number} of the given list is no mapping of columns",
-                got=f"{type(row).__name__}",
-                wanted="dicts such as {'prompt': …, 'completion': …}, or paths",
-            )
-        yield f"row:{number}", dict(row)
+        if isinstance(row, Mapping):
+            yield f"row:{number}", dict(row)
+            continue
+        error = DataError(
+            f"row:{number}: row {number} of the given list is no mapping of columns",
+            got=f"{type(row).__name__}",
+            wanted="dicts such as {'prompt': …, 'completion': …}, or paths",
+        )
+        yield f"row:{number}", error
 
 
 def _one(source: str | Path, settings: DataSettings, role: Role, notes: list[str]) -> Placed:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return _folder(path, settings, role, notes)
-    if path.exists():
-        return _file(path, settings)
+    path = local(source)
+    if exists(path):
+        return _folder(path, settings, role, notes) if path.is_dir() else _file(path, settings)
     if _may_be_hub(str(source)):
         return _hub(str(source), settings, role, notes)
     raise _missing(path)
@@ -117,35 +188,28 @@ def _may_be_hub(name: str) -> bool:
     if kind(Path(name)) or not _HUB_ID.fullmatch(name) or name.startswith("."):
         return False
     folder, slash, _ = name.partition("/")
-    return not Path(folder).is_dir() if slash else not _near(Path(name))
+    return not exists(Path(folder)) if slash else not _near(Path(name))
 
 
 def _near(path: Path) -> list[str]:
     """The entries of the path's folder with a name most like its own."""
     folder = path.parent
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except (OSError, ValueError):
+        return []
     return [str(folder / name) for name in nearest(path.name, names)]
 
 
 def _file(path: Path, settings: DataSettings) -> Placed:
-    suffix = kind(path)
-    if suffix is None:
-        raise DataError(
-            f"{path}: unknown kind of file",
-            got=f"suffix {path.suffix!r}",
-            wanted=", ".join(READERS) + " (the text kinds also with .gz)",
-            cure="rename the file after what it holds",
-        )
-    reader = READERS[suffix]
-    if suffix == ".txt" and settings.txt == "paragraph":
-        reader = read_paragraphs
-    for line, columns in reader(path):
+    for line, columns in read_file(path, paragraphs=settings.txt == "paragraph"):
         yield f"{path}:{line}", columns
 
 
 def _folder(path: Path, settings: DataSettings, role: Role, notes: list[str]) -> Placed:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return _saved(path, settings, role, notes)
+    _refuse_model(path)
     every = sorted(file for file in path.rglob("*") if file.is_file() and kind(file))
     structured = [file for file in every if kind(file) != ".txt"]
     files = structured or [file for file in every if not _BESIDE_DATA.match(file.name)]
@@ -173,11 +237,28 @@ def _folder(path: Path, settings: DataSettings, role: Role, notes: list[str]) ->
     return (row for file in files for row in _file(file, settings))
 
 
+def _refuse_model(path: Path) -> None:
+    """Raises for the folder of a model, an adapter or a run, whose JSON files are no rows."""
+    marks = {
+        "a model": ("config.json", "*.safetensors"),
+        "an adapter": ("adapter_config.json",),
+        "a run": ("config.yaml", "adapter"),
+    }
+    for what, names in marks.items():
+        if all(any(path.glob(name)) for name in names):
+            raise DataError(
+                f"{path}: this folder holds {what}, not data",
+                got=", ".join(names),
+                wanted=", ".join(READERS),
+                cure="the model comes first, then the data: afina train MODEL DATA",
+            )
+
+
 def _missing(path: Path) -> DataError:
     folder, near = path.parent, _near(path)
     return DataError(
         f"{path}: no such file",
-        got=f"folder {folder} {'exists' if folder.is_dir() else 'does not exist either'}",
+        got=f"folder {folder} {'exists' if exists(folder) else 'does not exist either'}",
         wanted="a data file, a folder, or the id of a hub data set",
         cure=f"did you mean {' or '.join(near)}?" if near else "check the path",
     )
@@ -206,7 +287,9 @@ def _hub(name: str, settings: DataSettings, role: Role, notes: list[str]) -> Pla
         table = datasets.load_dataset(
             name, settings.subset, split=split, revision=settings.revision
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # the library has dozens of kinds, and all of them mean this
         raise DataError(
             f"{name}: neither a file here nor a data set of the hub that could be loaded",
             got=f"{type(error).__name__}: {str(error).strip()[:300]}",
@@ -221,7 +304,15 @@ def _saved(path: Path, settings: DataSettings, role: Role, notes: list[str]) -> 
     """A folder written by `datasets`' `save_to_disk`."""
     import datasets
 
-    table = datasets.load_from_disk(str(path))
+    try:
+        table = datasets.load_from_disk(str(path))
+    except Exception as error:  # of the library, of Arrow, or of JSON
+        raise DataError(
+            f"{path}: looks like a saved data set, and cannot be loaded",
+            got=f"{type(error).__name__}: {str(error).strip()[:300]}",
+            wanted="a folder as datasets' save_to_disk writes it, whole",
+            cure="save it again, or export it as Parquet",
+        ) from error
     if isinstance(table, datasets.DatasetDict):
         split = _pick([str(one) for one in table], settings, role, str(path))
         notes.append(f"{path}: split {split}")

@@ -224,21 +224,36 @@ def _config(folder: Path) -> Any:
         ) from error
 
 
-def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int | None) -> Any:
+def skeleton(folder: Path) -> Any:
+    """The model in `folder` without its weights: names, shapes and ties, every tensor on the meta device.
+
+    Raises:
+        ModelError: its configuration cannot be read, or says something that afina does not adapt.
+    """
+    config = _config(folder)
+    with torch.device("meta"), quiet():
+        return _class_of(task_of(config)).from_config(config, trust_remote_code=False)
+
+
+def _class_of(kind: Task) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    classes: dict[str, Any] = {
+    classes: dict[Task, Any] = {
         "causal": AutoModelForCausalLM,
         "encoder": AutoModel,
         "classification": AutoModelForSequenceClassification,
     }
+    return classes[kind]
+
+
+def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int | None) -> Any:
     if labels is not None:
         config.num_labels = labels
     try:
         # A new head's values must not depend on what was drawn before, nor change what is drawn after.
         with torch.random.fork_rng(devices=[]), quiet():
             torch.manual_seed(0)
-            model, loaded = classes[kind].from_pretrained(
+            model, loaded = _class_of(kind).from_pretrained(
                 folder,
                 config=config,
                 dtype=base,

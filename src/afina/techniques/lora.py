@@ -40,7 +40,9 @@ class LoRA(Technique):
     key: ClassVar[str] = "lora"
 
     rank: int = Field(default=16, ge=1, description="inner dimension r of the change")
-    alpha: float = Field(default=32.0, gt=0, description="numerator of the scale s = alpha / r")
+    alpha: float = Field(
+        default=32.0, gt=0, allow_inf_nan=False, description="numerator of the scale s = alpha / r"
+    )
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="share of the input dropped before A"
     )
@@ -48,6 +50,7 @@ class LoRA(Technique):
     loraplus_ratio: float | None = Field(
         default=None,
         gt=0,
+        allow_inf_nan=False,
         description="learning rate of B as a multiple of A's (LoRA+ suggests 16)",
     )
     target: tuple[str, ...] = Field(
@@ -71,8 +74,8 @@ class LoRA(Technique):
     def _check(self) -> LoRA:
         if any(rank < 1 for rank in self.rank_pattern.values()):
             raise ValueError("every rank in rank_pattern must be at least 1")
-        if any(alpha <= 0 for alpha in self.alpha_pattern.values()):
-            raise ValueError("every alpha in alpha_pattern must be above 0")
+        if not all(0 < alpha < math.inf for alpha in self.alpha_pattern.values()):
+            raise ValueError("every alpha in alpha_pattern must be above 0, and a number")
         seams.parse_layers(self.layers)
         return self
 
@@ -183,6 +186,7 @@ class LoRADelta(Delta):
         weight = site.module.get_parameter("weight")
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.kind = site.kind
+        self.transposed = site.kind != "linear"
         self.scaling = scaling
         self.dropout = dropout
         # Some embeddings (Gemma's) multiply what they look up; the change lies beside the weight, under that factor.
@@ -225,7 +229,8 @@ class LoRADelta(Delta):
 
     def weight_delta(self) -> Tensor:
         """s · B A as (out, in); for an embedding (width, vocabulary)."""
-        return self.scaling * (self.b.float() @ self.a.float())
+        wide = torch.promote_types(self.a.dtype, torch.float32)
+        return self.scaling * (self.b.detach().to(wide) @ self.a.detach().to(wide))
 
     def silent_at_start(self) -> frozenset[str]:
         """The side that meets a zero factor: A beside a linear, B beside an embedding."""

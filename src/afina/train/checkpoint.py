@@ -1,17 +1,17 @@
 """Checkpoints: all that a run needs to go on at the next step, each written whole or not at all.
 
-    checkpoints/step-000200/   adapter/ (or model/), optimiser.safetensors, state.json
-    checkpoints/latest         the name of the newest, switched atomically
+    checkpoints/step-000200/   adapter/ (or model/), optimiser.safetensors, random.safetensors, state.json,
+                               manifest.json (every file's size and sha256)
+    checkpoints/latest         the name of the newest, switched once that one is on the disk
 
-Nothing random is stored, for nothing random is kept: data order and dropout are pure functions of (seed, step).
+The schedule and the order of the data are pure functions of the step, so that the step is all that is kept of them.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,31 @@ from torch import Tensor
 from afina.adapters import files
 from afina.errors import RunError
 from afina.optim.optimisers import Optimiser
+from afina.train import durable, manifest, randomness, state
+from afina.train.state import State
 from afina.tree import Edit
 
 OPTIMISER = "optimiser.safetensors"
+RANDOM = "random.safetensors"
 STATE = "state.json"
 LATEST = "latest"
 
 
 @dataclass(frozen=True)
-class State:
-    """Where a run stands.
+class Contents:
+    """What goes into every checkpoint of a run, beside its state.
 
     Attributes:
-        step: optimiser steps done.
-        best_score: of the best evaluation so far (lower is better), None before the first.
-        best_step: its step.
-        since_best: evaluations since.
-        micro_tokens: tokens of a micro-batch, as decided for this machine.
-        rows_fingerprint: of the training rows.
-        settings: what must be equal for a resumed run to be the same run, by dotted name.
+        edit: what trains.
+        optimiser: over it.
+        base: name of the base model.
+        tokenizer: saved with the weights.
     """
 
-    step: int
-    best_score: float | None = None
-    best_step: int | None = None
-    since_best: int = 0
-    micro_tokens: int | None = None
-    rows_fingerprint: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
+    edit: Edit
+    optimiser: Optimiser
+    base: str
+    tokenizer: Any
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -57,27 +54,52 @@ def folder_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def save(
-    run: Path, edit: Edit, optimiser: Optimiser, state: State, *, base: str, tokenizer: Any
-) -> Path:
-    """Writes the checkpoint of `state.step` and makes it the latest."""
-    folder = folder_of(run, state.step)
+def save(run: Path, contents: Contents, now: State) -> Path:
+    """Writes the checkpoint of `now.step`, and makes it the latest.
+
+    Nothing that is there already is touched before the new one is on the disk.
+
+    Raises:
+        RunError: when weights are not finite, or cannot be written; the older checkpoints are as they were.
+    """
+    _refuse_broken(contents.edit, now.step)
+    folder = folder_of(run, now.step)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        save_weights(edit, temporary, base=base, tokenizer=tokenizer)
-        kept = {k: v.detach().cpu().contiguous() for k, v in optimiser.state_tensors().items()}
-        save_file(kept, temporary / OPTIMISER)
-        (temporary / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
-        files.replace_folder(temporary, folder)
-    finally:
+    before = _pointed(run)
+    kept = f"  ({f'{before} is whole' if before else 'no step was saved yet'})"
+    with durable.writing(f"the checkpoint of step {now.step}", run, kept):
+        temporary = durable.temporary_of(folder)
         shutil.rmtree(temporary, ignore_errors=True)
-    pointer = folder.parent / f".{LATEST}.tmp"
-    pointer.write_text(folder.name, encoding="utf-8")
-    os.replace(pointer, folder.parent / LATEST)
+        try:
+            temporary.mkdir()
+            _write(temporary, contents, now)
+            durable.publish(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        point(run, folder)
     return folder
+
+
+def _write(folder: Path, contents: Contents, now: State) -> None:
+    save_weights(contents.edit, folder, base=contents.base, tokenizer=contents.tokenizer)
+    kept = contents.optimiser.state_tensors()
+    save_file({k: v.detach().cpu().contiguous() for k, v in kept.items()}, folder / OPTIMISER)
+    save_file(randomness.states(), folder / RANDOM)
+    (folder / STATE).write_text(state.to_text(now), encoding="utf-8")
+    manifest.write(folder)
+
+
+def _refuse_broken(edit: Edit, step: int) -> None:
+    """Raises when a weight is not a finite number: such a checkpoint would push the good ones out."""
+    broken = [n for n, p in edit.trainable().items() if not math.isfinite(float(p.detach().sum()))]
+    broken = [n for n in broken if not bool(torch.isfinite(edit.trainable()[n]).all())]
+    if broken:
+        raise RunError(
+            f"after step {step} some weights are not finite, so they are not saved",
+            got=", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if broken[3:] else ""),
+            cure="go on from an earlier checkpoint with a lower rate: "
+            "afina train --resume --allow-changes --lr …",
+        )
 
 
 def save_weights(edit: Edit, folder: Path, *, base: str, tokenizer: Any) -> Path:
@@ -85,53 +107,100 @@ def save_weights(edit: Edit, folder: Path, *, base: str, tokenizer: Any) -> Path
     if edit.deltas:
         return files.save(edit, folder / "adapter", base=base, tokenizer=tokenizer)
     target = folder / "model"
-    temporary = folder / f".model.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
     model: Any = edit.model
-    model.save_pretrained(temporary)
+    model.save_pretrained(target)
     if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
-    files.replace_folder(temporary, target)
+        tokenizer.save_pretrained(target)
     return target
 
 
-def latest(run: Path) -> Path:
-    """The newest checkpoint of a run.
-
-    Raises:
-        RunError: when there is none.
-    """
-    pointer = run / "checkpoints" / LATEST
-    if not pointer.exists():
-        raise RunError(
-            "this run has no checkpoint to go on from",
-            got=run,
-            cure="start it without --resume, in another folder",
-        )
-    return run / "checkpoints" / pointer.read_text(encoding="utf-8").strip()
+def point(run: Path, folder: Path) -> None:
+    """Makes `folder` the checkpoint that the run goes on from."""
+    durable.write_text(folder.parent / LATEST, folder.name)
 
 
-def read_state(folder: Path) -> State:
-    """The state of a checkpoint.
-
-    Raises:
-        RunError: when it cannot be read.
-    """
+def _pointed(run: Path) -> str | None:
+    """The name in `latest`; None without one."""
     try:
-        return State(**json.loads((folder / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError("the checkpoint cannot be read", got=f"{folder}: {error}") from None
+        return (run / "checkpoints" / LATEST).read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
 
 
-def restore(folder: Path, edit: Edit, optimiser: Optimiser) -> State:
-    """Gives the model, the edit and the optimiser the values of a checkpoint."""
-    state = read_state(folder)
+def found(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first, whole or not."""
+    named = [path for path in (run / "checkpoints").glob("step-*") if path.is_dir()]
+    return sorted((path for path in named if path.name[5:].isdecimal()), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def latest(run: Path, wanted: str | None = None) -> Path | None:
+    """The checkpoint to go on from, with every file as it was written.
+
+    Args:
+        run: the run's folder.
+        wanted: one by name (`step-000200`, or 200); None is the newest.
+
+    Returns:
+        Its folder; None when the run was stopped before it saved one.
+
+    Raises:
+        RunError: when it is damaged or not there, naming the newest one that is whole.
+    """
+    there = found(run)
+    if wanted is not None:
+        name = f"step-{int(wanted):06d}" if wanted.isdecimal() else Path(wanted).name
+        folder = run / "checkpoints" / name
+        if folder not in there:
+            raise RunError(
+                "the run has no such checkpoint",
+                got=wanted,
+                wanted=", ".join(path.name for path in there) or "none was saved",
+            )
+    elif _pointed(run) is None and not there:
+        return None
+    else:
+        folder = run / "checkpoints" / (_pointed(run) or there[-1].name)
+    damage = manifest.damage(folder)
+    if damage:
+        raise RunError(
+            f"the checkpoint {folder.name} is damaged, and nothing was changed",
+            got="\n          ".join(damage[:4]),
+            wanted="the files as they were written",
+            cure=_way_out(run, there, folder),
+        )
+    return folder
+
+
+def _way_out(run: Path, there: list[Path], damaged: Path) -> str:
+    for folder in reversed(there):
+        if folder != damaged and not manifest.damage(folder):
+            return (
+                f"{folder.name} is whole, and going on from it gives the same result: "
+                f"afina train --resume-from {folder.name} -o {run}"
+            )
+    return "no other checkpoint is whole: put the files back, or start again with --overwrite"
+
+
+def restore(folder: Path, edit: Edit, optimiser: Optimiser | None) -> None:
+    """Gives the model, the edit, the optimiser and the random generators the values of a checkpoint.
+
+    Args:
+        folder: of a whole checkpoint.
+        edit: of the model that is to go on.
+        optimiser: None for one of another kind, which cannot take the old one's state.
+    """
     if edit.deltas:
         files.restore(edit, files.read_tensors(folder / "adapter"))
     else:
         _restore_base(edit, folder / "model")
-    optimiser.load_state_tensors(load_file(folder / OPTIMISER))
-    return state
+    if optimiser is not None:
+        optimiser.load_state_tensors(load_file(folder / OPTIMISER))
+    randomness.restore(load_file(folder / RANDOM))
 
 
 def _restore_base(edit: Edit, folder: Path) -> None:
@@ -146,14 +215,33 @@ def _restore_base(edit: Edit, folder: Path) -> None:
             parameter.copy_(saved[name])
 
 
-def prune(run: Path, keep_last: int | None, best_step: int | None) -> None:
-    """Removes all but the last checkpoints and the best one; None keeps all."""
-    if keep_last is None:
-        return
-    found = sorted((run / "checkpoints").glob("step-*"))
-    keep = set(found[-keep_last:])
-    if best_step is not None:
-        keep.add(folder_of(run, best_step))
-    for folder in found:
+def prune(run: Path, now: State, keep_last: int | None) -> None:
+    """Removes checkpoints of later steps (of a run that went on from an earlier one), and all but the last and best.
+
+    Args:
+        run: the run's folder.
+        now: the state of the newest checkpoint.
+        keep_last: how many are kept beside the best; None keeps all.
+    """
+    there = found(run)
+    current = [folder for folder in there if step_of(folder) <= now.step]
+    keep = set(current[-keep_last:] if keep_last is not None else current)
+    if now.best_step is not None:
+        keep.add(folder_of(run, now.best_step))
+    for folder in there:
         if folder not in keep:
-            shutil.rmtree(folder)
+            durable.remove_folder(folder)
+
+
+def copy_of_weights(run: Path, step: int, name: str) -> Path:
+    """Puts the weights of a checkpoint (`adapter` or `model`) into the run's own folder."""
+    source = folder_of(run, step) / name
+    temporary = durable.temporary_of(run / name)
+    with durable.writing(f"{name}/", run):
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            shutil.copytree(source, temporary, copy_function=shutil.copy)
+            durable.publish(temporary, run / name)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return run / name

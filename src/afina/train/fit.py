@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from afina.config import TrainSettings
 from afina.errors import ConfigError, DataError, ModelError, RunError
 from afina.tree import Edit
 from afina.types import Row
-
-SAMPLES = 64
-"""Numbers of each tensor that the fingerprint of a base looks at."""
 
 
 def refuse_unfit(model: nn.Module, edit: Edit) -> None:
@@ -89,18 +84,3 @@ def refuse_idle_settings(settings: TrainSettings, validates: bool) -> None:
             "train.early_stopping would do nothing: the only evaluation is at the end",
             cure="say how often to evaluate: train.eval_every=20",
         )
-
-
-def base_fingerprint(model: nn.Module, edit: Edit) -> str:
-    """A hash of the frozen weights, of some numbers of each: tells one base from another in no time."""
-    trained = {id(p) for p in edit.trainable().values()}
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if id(parameter) in trained:
-            continue
-        flat = parameter.detach().flatten()
-        step = max(1, flat.numel() // SAMPLES)
-        numbers = flat[::step][:SAMPLES].to("cpu", torch.float64).contiguous()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(numbers.numpy().tobytes())
-    return digest.hexdigest()

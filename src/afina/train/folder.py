@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -16,9 +15,12 @@ import torch
 from filelock import FileLock, Timeout
 
 from afina.errors import RunError
+from afina.train import durable
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
+BEFORE_CONFIG = ("data.json", "environment.json")
+"""Written before config.yaml: a folder with these alone is that of a run that was killed as it began."""
 PACKAGES = ("afina", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets")
 
 
@@ -62,7 +64,9 @@ def _refuse_unwritable(out: Path) -> None:
 
 
 def _contents(out: Path) -> list[Path]:
-    return [path for path in out.iterdir() if path.name != LOCK]
+    """What of a folder would be lost to a new run in it."""
+    there = [p for p in out.iterdir() if p.name != LOCK and not durable.is_leftover(p)]
+    return [] if all(path.name in BEFORE_CONFIG for path in there) else there
 
 
 @contextmanager
@@ -88,24 +92,19 @@ def claimed(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
     try:
         refuse_used(out, resume=resume, overwrite=overwrite)
         if overwrite and not resume:
-            for path in _contents(out):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _empty(out)
+        for place in (out, out / "checkpoints"):
+            durable.sweep(place)
         yield
     finally:
         # The file stays: to remove it would let two processes hold a lock of the same name.
         lock.release()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def _empty(out: Path) -> None:
+    """Removes a run; what shows that it is one goes last, so that an interrupted removal can be said again."""
+    for path in sorted(_contents(out), key=lambda path: path.name == CONFIG):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def environment() -> dict[str, Any]:

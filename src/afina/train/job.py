@@ -2,83 +2,52 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from afina.config import EvalSettings, Resolved, RunConfig, TrainSettings, as_given, dump
-from afina.data.dataset import prepare
-from afina.data.order import steps_in, windows
+from afina.adapters.fingerprint import base_fingerprint
+from afina.config import Resolved, TrainSettings
 from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
-from afina.data.settings import DataSettings, Role
-from afina.data.split import shared, split
-from afina.errors import ConfigError, DataError, ModelError, RunError
+from afina.data.settings import DataSettings
+from afina.data.split import shared
+from afina.errors import counted
 from afina.models.forward import (
-    own_attention,
     packing,
     to_device,
     token_losses,
     trained_logits,
 )
-from afina.models.generate import stop_ids
-from afina.optim.optimisers import Optimiser
-from afina.train import checkpoint, folder, micro
-from afina.train.checkpoint import State
-from afina.train.fit import base_fingerprint, refuse_idle_settings, refuse_rows
-from afina.train.keeper import Keeper, last_tenth_loss, scores_of
+from afina.train import checkpoint, folder, micro, plan, record, result, resume, space, validate
+from afina.train.checkpoint import Contents
+from afina.train.fit import refuse_idle_settings, refuse_rows
+from afina.train.keeper import Keeper
 from afina.train.loop import Work, loop
+from afina.train.metrics import last_tenth_loss, scores_of
 from afina.train.options import RunOptions
 from afina.train.report import Reporter, reporter
-from afina.train.validate import mean_loss
+from afina.train.result import Run
+from afina.train.resume import Origin
+from afina.train.rows import read_rows
+from afina.train.state import (
+    BASE,
+    START,
+    TRAIN_ROWS,
+    VAL_ROWS,
+    Difference,
+    Machine,
+    State,
+    harmless,
+    recorded,
+    starting_weights,
+)
 from afina.tree import Edit
 from afina.types import Batch, Row
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run.
-
-    Attributes:
-        folder: of all its files.
-        weights: the trained part: `adapter/`, or `model/` after full fine-tuning.
-        steps: optimiser steps done.
-        loss: mean training loss of the last tenth of the steps, weighted by trained tokens.
-        scores: of the kept weights on the validation rows, by name (`loss`, …); empty without such rows.
-        best_step: the step whose weights were kept.
-    """
-
-    folder: Path
-    weights: Path
-    steps: int
-    loss: float
-    scores: Mapping[str, float]
-    best_step: int
-
-    @property
-    def val_loss(self) -> float | None:
-        """The validation loss of the kept weights, None without validation rows."""
-        return self.scores.get("loss")
-
-
-def _name(source: Any) -> str:
-    return str(source) if isinstance(source, str | Path) else "(rows given in Python)"
-
-
-def are_rows(source: Any) -> bool:
-    """Whether `source` is prepared rows already, and not something to read."""
-    return (
-        isinstance(source, Sequence)
-        and not isinstance(source, str)
-        and len(source) > 0
-        and all(isinstance(item, Row) for item in source)
-    )
 
 
 @dataclass
@@ -95,7 +64,9 @@ class Job:
     def run(self, data: Any, val: Any) -> Run:
         """From the data to the finished folder."""
         say = self.options.reporter or reporter()
-        rows, val_rows, reports = self._rows(data, val)
+        rows, val_rows, reports = read_rows(
+            self.model, self.tokenizer, data, val, self.options.data_settings
+        )
         for line in (line for report in reports for line in report.lines()):
             say.say(line)
         if val is None and val_rows:
@@ -110,101 +81,108 @@ class Job:
                 f"good (row {one.source or one.id} is {other.source or other.id})"
             )
         say.say(self.edit.summary())
-        self.lengths = [len(row.tokens) for row in rows]
-        self.total_steps = self._total_steps()
-        with folder.claimed(self.out, resume=self.options.resume, overwrite=self.options.overwrite):
-            if not self.options.resume:
-                counts = {"train": len(rows), "validation": len(val_rows)}
-                self._record((_name(data), None if val is None else _name(val)), reports, counts)
+        self.total_steps = plan.total_steps(self.settings, rows)
+        folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
+        self._refuse_too_little_room(bool(val_rows))
+        resolved = self.options.config or self._as_config(data, val)
+        with folder.claimed(
+            self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
+        ):
             try:
-                return self._train(rows, val_rows, say)
+                return self._begin(rows, val_rows, reports, resolved, say)
             finally:
                 say.close()
 
-    def _rows(self, data: Any, val: Any) -> tuple[list[Row], list[Row], list[DataReport]]:
-        """Training rows, validation rows, and the reports of how they came about."""
-        settings = self.options.data_settings
-        context = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        reports: list[DataReport] = []
+    def _begin(
+        self,
+        rows: list[Row],
+        val_rows: list[Row],
+        reports: Sequence[DataReport],
+        resolved: Resolved[Any],
+        say: Reporter,
+    ) -> Run:
+        """From the folder to the first step: at the run's beginning, or where it goes on."""
+        options = self.options
+        start = resume.origin(self.out, options.resume_from) if options.goes_on else None
+        with resume.threads(self.settings.threads or (start.threads if start else None)):
+            now = self._state(rows, val_rows, resolved)
+            if start is None:
+                if options.goes_on:
+                    say.say("the run was stopped before its first step, and begins now")
+                counts = {"train": len(rows), "validation": len(val_rows)}
+                record.write(self.out, resolved, reports, counts, self._machine())
+                self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
+                return self._train(rows, val_rows, now, (), say)
+            changes = resume.compare(start.state, now, allow=options.allow_changes, say=say)
+            done = resume.finished(self.out, start.state, now, changes)
+            if done is not None:
+                say.say(
+                    f"this run is finished ({counted(done.steps, 'step')}), and nothing was changed; to "
+                    f"train on: afina train --resume --allow-changes --steps N -o {self.out}"
+                )
+                return done
+            state = self._restore(start, now, changes, say)
+            if changes or harmless(start.state, now):
+                told = [*changes, *harmless(start.state, now)]
+                record.write_changes(self.out, resolved, state.step, told)
+            return self._train(rows, val_rows, state, changes, say)
 
-        def read(source: Any, role: Role) -> list[Row]:
-            if are_rows(source):
-                return list(source)
-            if self.tokenizer is None:
-                raise ModelError(
-                    "a tokenizer is needed to read data", cure="give it, or give prepared rows"
-                )
-            if not isinstance(source, str | Path | Sequence) or not source:
-                raise DataError(
-                    "this is not data",
-                    got=repr(source)[:80],
-                    wanted="a file, a folder, a hub data set, or a list of dictionaries",
-                )
-            found = prepare(
-                source,
-                self.tokenizer,
-                settings,
-                role=role,
-                max_tokens=context,
-                stop_ids=stop_ids(self.model, self.tokenizer),
+    def _restore(
+        self, start: Origin, now: State, changes: Sequence[Difference], say: Reporter
+    ) -> State:
+        """Gives model and optimiser the values of a checkpoint; returns the state of the rest of the run."""
+        state = resume.going_on(self.out, start.state, now, changes, say)
+        self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
+        if start.folder is None:
+            say.say("the run was stopped before its first checkpoint, and begins again")
+            return state
+        renamed = any(difference.name == "train.optimizer" for difference in changes)
+        if renamed:
+            say.say(
+                "warning: another optimiser cannot take the state of the old one: it starts anew"
             )
-            reports.append(found.report)
-            return found.rows
+        checkpoint.restore(start.folder, self.edit, None if renamed else self.optimiser)
+        checkpoint.point(self.out, start.folder)
+        (self.out / result.FILE).unlink(missing_ok=True)
+        seen = f"{counted(state.rows_seen, 'row')} seen"
+        say.say(f"going on after step {state.step} of {state.total_steps}, {seen}")
+        return state
 
-        rows = read(data, "train")
-        if val is not None:
-            if settings.val_fraction:
-                raise ConfigError(
-                    "validation rows are given twice",
-                    got=f"a file of them, and data.val_fraction={settings.val_fraction}",
-                    cure="give one of the two",
-                )
-            return rows, read(val, "val"), reports
-        rows, held_out = split(rows, settings.val_fraction, settings.seed)
-        return rows, held_out, reports
-
-    def _total_steps(self) -> int:
-        if self.settings.steps is not None:
-            return self.settings.steps
-        assert self.settings.epochs is not None
-        return steps_in(self.lengths, self.settings.seed, self.settings.epochs, **self._step_size())
-
-    def _step_size(self) -> dict[str, int | None]:
-        return {
-            "rows_per_step": self.settings.rows_per_step,
-            "tokens_per_step": self.settings.tokens_per_step,
+    def _state(self, rows: list[Row], val_rows: list[Row], resolved: Resolved[Any]) -> State:
+        """Of step 0, with all that must be equal for a resumed run to be the same run."""
+        more: dict[str, Any] = {
+            "data.packing": self.options.data_settings.packing,
+            TRAIN_ROWS: fingerprint(rows),
+            VAL_ROWS: fingerprint(val_rows),
+            BASE: base_fingerprint(self.model, self.edit),
+            START: starting_weights(self.edit),
         }
-
-    def _warmup_steps(self) -> int:
-        if self.settings.warmup_steps is not None:
-            return self.settings.warmup_steps
-        return math.ceil((self.settings.warmup_ratio or 0.0) * self.total_steps)
-
-    def _windows(self, rows: Sequence[Row], start: int) -> Iterator[list[Row]]:
-        found = windows(self.lengths, self.settings.seed, start=start, **self._step_size())
-        return ([rows[place] for place in window.rows] for window in found)
-
-    def _optimiser(self) -> Optimiser:
-        scales = self.edit.lr_scales()
-        for change in self.options.seams.param_groups:
-            scales = change(scales)
-        return Optimiser(
-            self.edit.trainable(),
-            scales,
-            self.settings.optimizer,
-            {
-                "lr": self.settings.lr,
-                "weight_decay": self.settings.weight_decay,
-                "betas": self.settings.betas,
-                "eps": self.settings.eps,
-            },
+        if self.options.evaluate is not None:
+            found = resolved.config.eval.model_dump(mode="json")
+            more |= {f"eval.{name}": value for name, value in found.items()}
+        return State(
+            step=0,
+            total_steps=self.total_steps,
+            machine=Machine.here(self.model),
+            settings=recorded(self.settings, self.edit, more),
         )
 
-    def _train(self, rows: list[Row], val_rows: list[Row], say: Reporter) -> Run:
-        if self.settings.threads:
-            torch.set_num_threads(self.settings.threads)
-        optimiser = self._optimiser()
-        state = self._start(optimiser, fingerprint(rows), fingerprint(val_rows))
+    def _refuse_too_little_room(self, validates: bool) -> None:
+        one = space.checkpoint_bytes(self.edit, self.settings.optimizer, self.tokenizer)
+        most = space.checkpoints_at_once(self.settings, self.total_steps, validates)
+        needed = most * one + space.weights_bytes(self.edit, self.tokenizer)
+        space.refuse_too_little(self.out, needed, one)
+
+    def _train(
+        self,
+        rows: list[Row],
+        val_rows: list[Row],
+        state: State,
+        changes: Sequence[Difference],
+        say: Reporter,
+    ) -> Run:
+        """From `state` to the finished folder."""
+        contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer)
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training
@@ -212,42 +190,35 @@ class Job:
             self.model.train()
             try:
                 state, cut = self._cutter(rows, state, say)
+                if changes or not state.step:
+                    record.write_start(self.out, state)
                 work = Work(
                     self.model,
                     self.edit,
-                    optimiser,
+                    self.optimiser,
                     self.settings,
                     cut,
                     self._collate,
                     self.options.mesh,
                     self.options.seams,
                     self.total_steps,
-                    self._warmup_steps(),
+                    plan.warmup_steps(self.settings, self.total_steps),
+                )
+                score = validate.scorer(
+                    val_rows, cut, self._collate, self.options.evaluate, own if packed else None
                 )
                 keeper = Keeper(
-                    self.out,
-                    self.model,
-                    self.edit,
-                    optimiser,
-                    self.settings,
-                    self.total_steps,
-                    self._scorer(val_rows, cut, own if packed else None),
-                    state,
-                    self._base(),
-                    self.tokenizer,
+                    self.out, self.model, contents, self.settings, score, state, say, changes
                 )
-                keeper.follow(loop(work, self._windows(rows, state.step), state.step), say)
+                windows = plan.windows_from(self.settings, rows, state.step)
+                keeper.follow(loop(work, windows, state.step, state.skipped))
             finally:
                 self.model.train(training)
-        weights, best = keeper.finish(say)
-        return Run(
-            self.out,
-            weights,
-            keeper.state.step,
-            last_tenth_loss(self.out),
-            scores_of(self.out, best),
-            best,
-        )
+        weights, best = keeper.finish()
+        steps, loss = keeper.state.step, last_tenth_loss(self.out)
+        run = Run(self.out, weights, steps, loss, scores_of(self.out, best), best)
+        result.write(run)
+        return run
 
     def _collate(self, rows: Sequence[Row]) -> Batch:
         pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
@@ -256,35 +227,6 @@ class Job:
     def _base(self) -> str:
         config = getattr(self.model, "config", None)
         return self.options.base or str(getattr(config, "_name_or_path", "") or "unknown")
-
-    def _start(self, optimiser: Optimiser, rows_fingerprint: str, val_fingerprint: str) -> State:
-        """The state of step 0, or that of the checkpoint to go on from."""
-        settings = self._recorded_settings()
-        settings["the validation rows"] = val_fingerprint
-        settings["the base model's weights"] = base_fingerprint(self.model, self.edit)
-        if not self.options.resume:
-            return State(step=0, rows_fingerprint=rows_fingerprint, settings=settings)
-        newest = checkpoint.latest(self.out)
-        before = checkpoint.read_state(newest)
-        differing = [k for k in settings if settings[k] != before.settings.get(k)]
-        if before.rows_fingerprint != rows_fingerprint:
-            differing.append("the training rows")
-        if differing:
-            raise RunError(
-                "this run cannot be resumed exactly: it was started otherwise",
-                got="different now: " + ", ".join(differing),
-                cure="resume with the data and settings of its config.yaml, or start a new run",
-            )
-        return checkpoint.restore(newest, self.edit, optimiser)
-
-    def _recorded_settings(self) -> dict[str, Any]:
-        """What must be equal for a resumed run to be the same run."""
-        recorded = {f"train.{k}": v for k, v in self.settings.model_dump(mode="json").items()}
-        recorded["data.packing"] = self.options.data_settings.packing
-        for technique in self.edit.techniques:
-            for name, value in technique.model_dump(mode="json").items():
-                recorded[f"techniques.{technique.key}.{name}"] = value
-        return recorded
 
     def _cutter(
         self, rows: Sequence[Row], state: State, say: Reporter
@@ -295,7 +237,7 @@ class Job:
             tokens_each = state.micro_tokens
             if tokens_each is None:
                 longest = max(rows, key=lambda row: len(row.tokens))
-                sample = [longest, *next(self._windows(rows, 0))]
+                sample = [longest, *next(plan.windows_from(self.settings, rows))]
                 tokens_each, why = micro.find_tokens(sample, self._trial, self._device())
                 say.say(f"micro-batches of at most {tokens_each:,} tokens: {why}")
             state, rows_each = replace(state, micro_tokens=tokens_each), None
@@ -314,49 +256,15 @@ class Job:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _scorer(
-        self,
-        val_rows: list[Row],
-        cut: Callable[[Sequence[Row]], list[list[Row]]],
-        own: str | None,
-    ) -> Callable[[nn.Module], Mapping[str, float]] | None:
-        if not val_rows:
-            return None
-        parts = [m for i in range(0, len(val_rows), 16) for m in cut(val_rows[i : i + 16])]
+    def _machine(self) -> dict[str, str]:
+        return {"device": str(self._device()), "dtype": str(next(self.model.parameters()).dtype)}
 
-        def score(model: nn.Module) -> Mapping[str, float]:
-            scores = {"loss": mean_loss(model, parts, self._collate)}
-            if self.options.evaluate is not None:
-                # Generation knows nothing of packed rows and takes the model's own attention.
-                with own_attention(model, own) if own else nullcontext():
-                    scores.update(self.options.evaluate(model, val_rows))
-            return scores
-
-        return score
-
-    def _record(
-        self,
-        sources: tuple[str, str | None],
-        reports: Sequence[DataReport],
-        counts: Mapping[str, int],
-    ) -> None:
-        """Everything the run was made from, before its first step."""
-        resolved = self.options.config or self._as_config(*sources)
-        folder.write_text(self.out / folder.CONFIG, dump(resolved))
-        account = {"rows": dict(counts), "sources": [asdict(report) for report in reports]}
-        folder.write_json(self.out / "data.json", account)
-        machine = {"device": str(self._device()), "dtype": str(next(self.model.parameters()).dtype)}
-        folder.write_json(self.out / "environment.json", {**folder.environment(), **machine})
-
-    def _as_config(self, data: str, val: str | None) -> Resolved[DataSettings]:
-        config = RunConfig(
-            model=self._base(),
-            source=data,
-            val=val,
-            revision=None,
-            data=self.options.data_settings,
-            techniques=tuple(self.edit.techniques),
-            train=self.settings,
-            eval=EvalSettings(),
+    def _as_config(self, data: Any, val: Any) -> Resolved[DataSettings]:
+        return record.as_config(
+            self._base(),
+            record.name_of(data),
+            None if val is None else record.name_of(val),
+            self.options.data_settings,
+            self.edit,
+            self.settings,
         )
-        return as_given(config, [t.key for t in self.edit.techniques], "Python")

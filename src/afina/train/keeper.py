@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from afina.adapters.files import replace_folder
 from afina.config import TrainSettings
-from afina.errors import ConfigError
-from afina.optim.optimisers import Optimiser
-from afina.train import checkpoint
-from afina.train.checkpoint import State
+from afina.errors import ConfigError, RunError
+from afina.train import checkpoint, durable, nonfinite
+from afina.train.checkpoint import Contents
 from afina.train.interrupt import between_steps
 from afina.train.loop import Step
-from afina.train.metrics import MetricsFile, plot_loss, read_metrics
+from afina.train.metrics import MetricsFile, plot_loss
+from afina.train.nonfinite import MOST_IN_A_ROW, Fault, NotFiniteError
 from afina.train.report import Reporter
-from afina.tree import Edit
+from afina.train.state import Difference, State
 
 
 @dataclass
@@ -31,75 +29,146 @@ class Keeper:
     Attributes:
         out: the run's folder.
         model: in training.
-        edit: what was changed.
-        optimiser: its state goes into checkpoints.
+        contents: what goes into checkpoints.
         settings: of the run.
-        total_steps: of the run.
         score: validation scores of the model, None without validation rows.
         state: where the run stands.
-        base: name of the base model.
-        tokenizer: saved with the weights.
+        say: where it is told.
+        changes: what differs from the run's start, for the first line of its figures.
+        saved: the step of the newest checkpoint; None before the first.
     """
 
     out: Path
     model: nn.Module
-    edit: Edit
-    optimiser: Optimiser
+    contents: Contents
     settings: TrainSettings
-    total_steps: int
     score: Callable[[nn.Module], Mapping[str, float]] | None
     state: State
-    base: str
-    tokenizer: Any
+    say: Reporter
+    changes: Sequence[Difference] = ()
+    saved: int | None = field(init=False)
 
-    def follow(self, steps: Iterator[Step], say: Reporter) -> None:
+    def __post_init__(self) -> None:
+        self.saved = self.state.step or None
+        self._bad_in_a_row = 0
+
+    def follow(self, steps: Iterator[Step]) -> None:
         """Runs the steps to their end, until the scores stop improving, or until somebody stops the run.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C; the run is saved as it was after its last whole step.
             SystemExit: the same after SIGTERM.
+            RunError: for a loss or gradient that is not finite; the run is saved as it was before that step.
         """
+        if self._spent():
+            return
         metrics = MetricsFile(self.out, keep_below=self.state.step)
         board = _board(self.out) if self.settings.tensorboard else None
-        with between_steps() as stopping:
-            for step in steps:
-                self._after(step, metrics, board, say)
-                if self._spent():
-                    say.say(
-                        f"stopped at step {step.step}: no better score since {self.state.best_step}"
-                    )
-                    break
-                if stopping.signal is not None and step.step < self.total_steps:
-                    self._save()
-                    say.say(
-                        f"stopped after step {step.step} of {self.total_steps}, saved; "
-                        f"go on with: afina train --resume -o {self.out}"
-                    )
-                    break
-        if board is not None:
-            board.close()
-        if self.state.step < self.total_steps:
+        with between_steps(self._tell) as stopping:
+            try:
+                for step in steps:
+                    self._after(step, metrics, board)
+                    if self._spent():
+                        best = self.state.best_step
+                        self.say.say(f"stopped at step {step.step}: no better score since {best}")
+                        break
+                    if stopping.signal is not None and step.step < self.state.total_steps:
+                        self._stop(step.step)
+                        break
+            except NotFiniteError as error:
+                raise self._refused(error.fault) from None
+            finally:
+                if board is not None:
+                    board.close()
+        if self.state.step < self.state.total_steps:
             stopping.end()
 
-    def _after(self, step: Step, metrics: MetricsFile, board: Any, say: Reporter) -> None:
+    def _tell(self, asked: int) -> None:
+        """What the user reads when a signal arrives, before the step has ended."""
+        if asked == 1:
+            self.say.say(
+                f"finishing step {self.state.step + 1}, then saving; press Ctrl-C again to stop at once"
+            )
+        else:
+            lost = "all steps" if self.saved is None else f"the steps after {self.saved}"
+            self.say.say(f"stopping at once; {lost} are not saved")
+
+    def _stop(self, step: int) -> None:
+        self._save()
+        self.say.say(
+            f"stopped after step {step} of {self.state.total_steps}, saved; "
+            f"go on with: afina train --resume -o {self.out}"
+        )
+
+    def _refused(self, fault: Fault) -> RunError:
+        """Saves the run as it was before a step that is not finite, and that step's batch; returns the error."""
+        kept = self._keep(fault)
+        way = f"afina train --resume --allow-changes --lr … -o {self.out}"
+        if not self.state.step:
+            return fault.error(kept)
+        try:
+            self._save()
+        except RunError as error:
+            return fault.error(kept, f"\n          {error}")
+        return fault.error(
+            kept, f";\n          the {self.state.step} steps before are saved: {way}"
+        )
+
+    def _keep(self, fault: Fault) -> Path:
+        with durable.writing("the batch that is not finite", self.out):
+            return nonfinite.write(fault, self.out, self.contents.tokenizer)
+
+    def _after(self, step: Step, metrics: MetricsFile, board: Any) -> None:
         """Scores, writes and saves what is due after a step."""
-        self.state = replace(self.state, step=step.step)
+        self._count(step)
         line = step.line()
+        if self.changes:
+            line["changed"] = {d.name: [d.then, d.now] for d in self.changes}
+            self.changes = ()
         if self._due(step.step, self.settings.eval_every) and self.score is not None:
             scores = self.score(self.model)
             line.update({f"val_{name}": value for name, value in scores.items()})
             self._judge(scores)
             told = "  ".join(f"val {name} {value:.4f}" for name, value in scores.items())
-            say.say(f"step {step.step}: {told}")
+            self.say.say(f"step {step.step}: {told}")
         metrics.add(line)
-        say.step(step, self.total_steps)
+        self.say.step(step, self.state.total_steps)
         if board is not None:
             _to_board(board, line)
         if self._due(step.step, self.settings.save_every) or self.state.best_step == step.step:
+            metrics.sync()
             self._save()
 
+    def _count(self, step: Step) -> None:
+        """Notes a step's place in the data, and whether it was skipped.
+
+        Raises:
+            RunError: after too many skipped steps in a row.
+        """
+        self.state = replace(
+            self.state,
+            step=step.step,
+            rows_seen=self.state.rows_seen + len(step.rows),
+            tokens_seen=self.state.tokens_seen + step.tokens,
+            skipped=self.state.skipped + (not step.moved),
+        )
+        if step.fault is None:
+            self._bad_in_a_row = 0
+            return
+        self._bad_in_a_row += 1
+        kept = self._keep(step.fault)
+        if self._bad_in_a_row == MOST_IN_A_ROW:
+            raise step.fault.error(
+                kept,
+                f"; {MOST_IN_A_ROW} steps in a row were not finite, so none was skipped any more",
+            )
+        self.say.say(
+            f"warning: step {step.step} skipped, {step.fault.cause()} is not finite; "
+            f"{self.state.skipped} skipped so far; its batch: {kept}"
+        )
+
     def _due(self, step: int, every: int | None) -> bool:
-        return step == self.total_steps or (every is not None and step % every == 0)
+        return step == self.state.total_steps or (every is not None and step % every == 0)
 
     def _judge(self, scores: Mapping[str, float]) -> None:
         """Notes whether these scores are the best so far."""
@@ -124,51 +193,29 @@ class Keeper:
         return patience is not None and self.state.since_best >= patience
 
     def _save(self) -> None:
-        checkpoint.save(
-            self.out,
-            self.edit,
-            self.optimiser,
-            self.state,
-            base=self.base,
-            tokenizer=self.tokenizer,
-        )
-        checkpoint.prune(self.out, self.settings.keep_last, self.state.best_step)
+        """Writes the checkpoint of this step, unless it is there."""
+        if self.saved == self.state.step:
+            return
+        checkpoint.save(self.out, self.contents, self.state)
+        self.saved = self.state.step
+        checkpoint.prune(self.out, self.state, self.settings.keep_last)
 
-    def finish(self, say: Reporter) -> tuple[Path, int]:
+    def finish(self) -> tuple[Path, int]:
         """Puts the kept weights in their place in the folder and draws the loss.
 
         Returns:
             The weights' folder and the step they are from: the best scored one, else the last.
         """
-        if not checkpoint.folder_of(self.out, self.state.step).exists():
-            self._save()
+        self._save()
         step = self.state.best_step or self.state.step
-        source = checkpoint.folder_of(self.out, step)
-        name = "adapter" if self.edit.deltas else "model"
-        temporary = self.out / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(source / name, temporary)
-        replace_folder(temporary, self.out / name)
-        plot_loss(self.out)
+        name = "adapter" if self.contents.edit.deltas else "model"
+        weights = checkpoint.copy_of_weights(self.out, step, name)
+        with durable.writing("loss.png", self.out):
+            plot_loss(self.out)
         if step != self.state.step:
-            say.say(f"kept the weights of step {step}, the best by validation {self.settings.best}")
-        return self.out / name, step
-
-
-def last_tenth_loss(out: Path) -> float:
-    """Mean training loss over the last tenth of a run's steps, weighted by trained tokens."""
-    lines = read_metrics(out)
-    last = lines[-max(1, len(lines) // 10) :]
-    return sum(x["loss"] * x["trained_tokens"] for x in last) / sum(
-        x["trained_tokens"] for x in last
-    )
-
-
-def scores_of(out: Path, step: int) -> dict[str, float]:
-    """The validation scores of a step, by name; empty when it was not scored."""
-    lines = [line for line in read_metrics(out) if line["step"] == step]
-    found = lines[-1] if lines else {}
-    return {k.removeprefix("val_"): v for k, v in found.items() if k.startswith("val_")}
+            best = self.settings.best
+            self.say.say(f"kept the weights of step {step}, the best by validation {best}")
+        return weights, step
 
 
 def _board(out: Path) -> Any:

@@ -13,19 +13,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from afina.config import TrainSettings
-from afina.errors import RunError
 from afina.models.forward import to_device, token_losses, trained_logits
 from afina.optim.optimisers import Optimiser
 from afina.optim.schedules import factor
 from afina.parallel.runtime import Mesh
 from afina.train.audit import AUDITED_STEPS, audit
 from afina.train.memory import peak_bytes
+from afina.train.nonfinite import Fault, NotFiniteError, fault_of
 from afina.tree import Edit, seed_of
 from afina.types import Batch, Row
 
@@ -92,6 +92,8 @@ class Step:
         lr: the run's rate at this step.
         seconds: that it took.
         peak_bytes: highest memory use so far, None where unknown.
+        moved: whether the optimiser made a step.
+        fault: why it made none, when loss or gradient were not finite.
     """
 
     step: int
@@ -103,6 +105,8 @@ class Step:
     lr: float
     seconds: float
     peak_bytes: int | None
+    moved: bool = True
+    fault: Fault | None = None
 
     def line(self) -> dict[str, Any]:
         """As a line of metrics.jsonl."""
@@ -117,98 +121,138 @@ class Step:
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
             "rows": list(self.rows),
+            **({} if self.fault is None else {"skipped": self.fault.cause()}),
         }
 
 
-def loop(work: Work, windows: Iterator[Sequence[Row]], start: int = 0) -> Iterator[Step]:
+def loop(
+    work: Work, windows: Iterator[Sequence[Row]], start: int = 0, skipped: int = 0
+) -> Iterator[Step]:
     """Trains from step `start` to the end, yielding after each optimiser step.
 
     Args:
         work: what to train and how.
         windows: the rows of step `start`, of the next, and so on.
         start: steps already done.
+        skipped: those of them that did not move the optimiser.
 
     Raises:
-        RunError: when a trainable tensor gets no gradient at the first steps, or a loss is not finite.
+        RunError: when a trainable tensor gets no gradient at the first steps.
+        NotFiniteError: when a loss or a gradient is not finite, unless `train.on_nan` is skip.
     """
+    moves = start - skipped
     for step in range(start, work.total_steps):
         began = time.perf_counter()
         rows = work.mesh.share(list(next(windows)))
-        loss, tokens, trained = backward(work, rows, step)
+        done = backward(work, rows, step)
         tensors = work.edit.trainable()
-        norm = _reduce_and_clip(work, tensors)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise RunError(
-                f"step {step + 1}: the loss or the gradient is not finite",
-                got=f"loss {loss}, gradient norm {norm}, rows {[row.id for row in rows]}",
-                cure="lower train.lr, train in fp32 (train.dtype=fp32), or look at these rows",
-            )
-        lr = work.settings.lr * factor(
-            step,
-            total_steps=work.total_steps,
-            warmup_steps=work.warmup_steps,
-            kind=work.settings.schedule,
-        )
-        if trained:
-            for before in work.seams.before_step:
-                before(step, tensors)
-            work.optimiser.set_lr(lr)
-            work.optimiser.step()
-            if step < AUDITED_STEPS:
-                audit(tensors, step, work.edit.silent_at_start())
+        whole = _reduce(work, tensors)
+        norm = float(whole)
+        fault = None
+        if not math.isfinite(done.loss) or not math.isfinite(norm):
+            fault = fault_of(step + 1, done.loss, norm, done.parts, tensors, rows)
+            if work.settings.on_nan == "stop":
+                raise NotFiniteError(fault)
+        moved = done.trained > 0 and fault is None
+        lr = _lr(work, step)
+        if moved:
+            _move(work, tensors, step, whole, lr, audited=moves)
+            moves += 1
         work.optimiser.clear_gradients()
         for after in work.seams.after_step:
             after(step)
         yield Step(
             step + 1,
-            loss,
+            done.loss,
             tuple(row.id for row in rows),
-            tokens,
-            trained,
+            done.tokens,
+            done.trained,
             norm,
             lr,
             time.perf_counter() - began,
             peak_bytes(_device(work.model)),
+            moved,
+            fault,
         )
 
 
-def backward(work: Work, rows: Sequence[Row], step: int) -> tuple[float, int, int]:
-    """Adds the gradient of the window's mean token loss; returns loss, real tokens and trained tokens.
+def _lr(work: Work, step: int) -> float:
+    return work.settings.lr * factor(
+        step,
+        total_steps=work.total_steps,
+        warmup_steps=work.warmup_steps,
+        kind=work.settings.schedule,
+    )
+
+
+def _move(
+    work: Work,
+    tensors: dict[str, nn.Parameter],
+    step: int,
+    norm: Tensor,
+    lr: float,
+    *,
+    audited: int,
+) -> None:
+    """Clips, moves the tensors and, at the first two moves of a run, asks whether every one of them learns."""
+    if work.settings.clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(tensors.values(), work.settings.clip, norm)
+    for before in work.seams.before_step:
+        before(step, tensors)
+    work.optimiser.set_lr(lr)
+    work.optimiser.step()
+    if audited < AUDITED_STEPS:
+        audit(tensors, audited, work.edit.silent_at_start())
+
+
+class Gradient(NamedTuple):
+    """What a window's passes came to.
+
+    Attributes:
+        loss: mean over its trained tokens.
+        tokens: real ones.
+        trained: those that were labels.
+        parts: row ids and share of the loss, of each micro-batch.
+    """
+
+    loss: float
+    tokens: int
+    trained: int
+    parts: list[tuple[tuple[int, ...], float]]
+
+
+def backward(work: Work, rows: Sequence[Row], step: int) -> Gradient:
+    """Adds the gradient of the window's mean token loss.
 
     Each micro-batch is run backward on its own, so only one is ever in memory.
     """
     trained = int(work.mesh.sum(sum(row.trained_tokens for row in rows)))
     tokens = int(work.mesh.sum(sum(len(row.tokens) for row in rows)))
-    total = 0.0
+    parts: list[tuple[tuple[int, ...], float]] = []
     device = _device(work.model)
     for number, micro in enumerate(work.cut(rows)):
         batch = to_device(work.collate(micro), device)
+        seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
+        # Dropout, and what a seam draws from torch, then are pure functions of the step.
+        torch.manual_seed(seed)
         for change in work.seams.on_batch:
             batch = change(batch, step)
         if batch.trained_tokens == 0:
             continue
-        seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
-        # Dropout then is a pure function of the step, and resuming needs no generator's state.
-        torch.manual_seed(seed)
         losses = token_losses(*trained_logits(work.model, batch, step=step, seed=seed))
         for weigh in work.seams.loss:
             losses = weigh(losses, batch, step)
         loss = losses.sum() / trained
         loss.backward()
-        total += float(loss.detach())
-    return work.mesh.sum(total), tokens, trained
+        parts.append((batch.rows, float(loss.detach())))
+    return Gradient(work.mesh.sum(sum(part for _, part in parts)), tokens, trained, parts)
 
 
-def _reduce_and_clip(work: Work, tensors: dict[str, nn.Parameter]) -> float:
-    """Sums gradients over processes and clips their norm; returns the norm before."""
+def _reduce(work: Work, tensors: dict[str, nn.Parameter]) -> Tensor:
+    """Sums gradients over processes; returns the norm of the whole gradient."""
     gradients = [p.grad for p in tensors.values() if p.grad is not None]
     work.mesh.reduce_gradients(gradients)
-    if not gradients:
-        return 0.0
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if work.settings.clip is not None:
-        torch.nn.utils.clip_grads_with_norm_(tensors.values(), work.settings.clip, norm)
-    return float(norm)
+    return torch.nn.utils.get_total_norm(gradients)  # 0 for no gradients
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from afina.train import durable
 
 FILE = "metrics.jsonl"
 
@@ -16,39 +20,74 @@ class MetricsFile:
 
     Args:
         folder: the run's.
-        keep_below: on resuming at this step, lines of it and later ones are dropped.
+        keep_below: on resuming at this step, lines of it and earlier ones are kept, and later ones dropped.
     """
 
     def __init__(self, folder: Path, keep_below: int = 0) -> None:
-        self.path = folder / FILE
+        self.folder, self.path = folder, folder / FILE
         kept = [line for line in read_metrics(folder) if line["step"] <= keep_below]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        with self._writing():
+            durable.write_text(self.path, "".join(map(_line, kept)))
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Appends one step's figures; `step` counts from 1 (steps done)."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(line)) + "\n")
+        """Appends one step's figures; `step` counts from 1 (steps done), and what is not finite becomes null."""
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(line))
+
+    def sync(self) -> None:
+        """Forces the lines to the disk: a checkpoint that is there after a power cut has its lines too."""
+        with self._writing():
+            durable.sync(self.path)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return durable.writing(FILE, self.folder)
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    """JSON has no word for NaN, and other programs read these lines too."""
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run, in order; a half-written last line is left out."""
+    """The lines of a run by step, in order, of two of one step the later; a torn or damaged line is left out."""
     path = folder / FILE
     if not path.exists():
         return []
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    lines: dict[int, dict[str, Any]] = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+            line = json.loads(text)
+            lines[int(line["step"])] = line
+        except (ValueError, TypeError, KeyError):
+            continue
+    return [lines[step] for step in sorted(lines)]
+
+
+def last_tenth_loss(folder: Path) -> float:
+    """Mean training loss over the last tenth of a run's steps, weighted by trained tokens; NaN when none was finite."""
+    lines = read_metrics(folder)
+    last = [x for x in lines[-max(1, len(lines) // 10) :] if x["loss"] is not None]
+    tokens = sum(x["trained_tokens"] for x in last)
+    return sum(x["loss"] * x["trained_tokens"] for x in last) / tokens if tokens else math.nan
+
+
+def scores_of(folder: Path, step: int) -> dict[str, float]:
+    """The validation scores of a step, by name; empty when it was not scored."""
+    found: dict[str, Any] = next((x for x in read_metrics(folder) if x["step"] == step), {})
+    return {
+        name.removeprefix("val_"): math.nan if value is None else value
+        for name, value in found.items()
+        if name.startswith("val_")
+    }
 
 
 def plot_loss(folder: Path) -> Path | None:
     """Draws `loss.png` from the run's figures; None when there is nothing to draw."""
-    lines = read_metrics(folder)
+    lines = [line for line in read_metrics(folder) if line["loss"] is not None]
     if not lines:
         return None
     # Figure without pyplot: no global state, no window, and safe in any thread.
@@ -62,7 +101,9 @@ def plot_loss(folder: Path) -> Path | None:
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9bb7d4", linewidth=1, label="each step")
     axes.plot(steps, smooth(losses), color="#1f4e79", linewidth=2, label="running mean")
-    scored = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    scored = [
+        (line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None
+    ]
     if scored:
         axes.plot(*zip(*scored, strict=True), "o-", color="#c0504d", label="validation")
     axes.set_xlabel("optimiser step")
@@ -71,9 +112,12 @@ def plot_loss(folder: Path) -> Path | None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     path = folder / "loss.png"
-    temporary = folder / ".loss.tmp.png"
-    figure.savefig(temporary, dpi=120)
-    os.replace(temporary, path)
+    temporary = durable.temporary_of(path)
+    try:
+        figure.savefig(temporary, dpi=120, format="png")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 

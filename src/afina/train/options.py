@@ -32,6 +32,8 @@ class RunOptions:
         reporter: None is a live line in a terminal and plain lines elsewhere.
         config: the resolved configuration, for config.yaml; None writes one from the arguments.
         resume: go on from the folder's latest checkpoint.
+        resume_from: the same from this one of its checkpoints, by name.
+        allow_changes: resume also with other data or settings; what differs is said and recorded.
         overwrite: replace a run that is in the folder.
     """
 
@@ -43,4 +45,11 @@ class RunOptions:
     reporter: Reporter | None = None
     config: Resolved[Any] | None = None
     resume: bool = False
+    resume_from: str | None = None
+    allow_changes: bool = False
     overwrite: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this is the rest of a run."""
+        return self.resume or self.resume_from is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
-from afina.models.forward import to_device, token_losses, trained_logits
+from afina.models.forward import own_attention, to_device, token_losses, trained_logits
 from afina.types import Batch, Row
+
+ROWS_AT_ONCE = 16
+"""Rows that are cut into micro-batches together; their number does not change the loss."""
 
 
 @torch.no_grad()
@@ -34,3 +38,37 @@ def mean_loss(
     finally:
         model.train(training)
     return total / trained if trained else float("nan")
+
+
+def scorer(
+    rows: Sequence[Row],
+    cut: Callable[[Sequence[Row]], list[list[Row]]],
+    collate: Callable[[Sequence[Row]], Batch],
+    more: Callable[[nn.Module, Sequence[Row]], Mapping[str, float]] | None,
+    own: str | None,
+) -> Callable[[nn.Module], Mapping[str, float]] | None:
+    """What scores a model on the validation rows.
+
+    Args:
+        rows: for validation.
+        cut: rows -> micro-batches.
+        collate: a micro-batch -> its tensors.
+        more: scores beyond the loss.
+        own: the model's own attention, which `more` runs with; None where it is in use anyway.
+
+    Returns:
+        The loss and the further scores by name; None without rows.
+    """
+    if not rows:
+        return None
+    parts = [m for i in range(0, len(rows), ROWS_AT_ONCE) for m in cut(rows[i : i + ROWS_AT_ONCE])]
+
+    def score(model: nn.Module) -> Mapping[str, float]:
+        scores = {"loss": mean_loss(model, parts, collate)}
+        if more is not None:
+            # Generation knows nothing of packed rows and takes the model's own attention.
+            with own_attention(model, own) if own else nullcontext():
+                scores.update(more(model, rows))
+        return scores
+
+    return score

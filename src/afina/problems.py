@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from afina.config.document import as_json
 from afina.errors import AfinaError, ConfigError, nearest
 
 Path = tuple[str, ...]
@@ -17,19 +17,26 @@ Path = tuple[str, ...]
 T = TypeVar("T", bound=BaseModel)
 
 
+def as_json(value: Any) -> str:
+    """A value for an error message: on one line, shortened, quoted as in JSON."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def raise_all(problems: Sequence[AfinaError]) -> None:
     """Raise one ConfigError that says every problem; nothing when there is none."""
-    if len(problems) == 1:
-        raise ConfigError(
-            problems[0].what,
-            got=problems[0].got,
-            wanted=problems[0].wanted,
-            cure=problems[0].cure,
-        )
     if problems:
-        raise ConfigError(
+        raise together(problems)
+
+
+def together(problems: Sequence[AfinaError]) -> ConfigError:
+    """One error that says every problem; there is at least one."""
+    if len(problems) > 1:
+        return ConfigError(
             "\n".join([f"{len(problems)} settings cannot be used", *map(str, problems)])
         )
+    (one,) = problems
+    return ConfigError(one.what, got=one.got, wanted=one.wanted, cure=one.cure)
 
 
 def at(origin: str, sentence: str) -> str:
@@ -61,8 +68,15 @@ def from_validation(
     A union (a number or a word) is refused once for each of its members: they become one problem, with all that was
     wanted.
     """
+    return from_details(error.errors(include_url=False), prefix, origins)
+
+
+def from_details(
+    found: Iterable[Any], prefix: Path, origins: Mapping[Path, str]
+) -> list[ConfigError]:
+    """As `from_validation`, from pydantic's details."""
     by_path: dict[Path, list[Any]] = {}
-    for detail in error.errors(include_url=False):
+    for detail in found:
         path = (*prefix, *map(str, detail["loc"]))
         while path not in origins and len(path) > len(prefix) + 1:
             path = path[:-1]
@@ -152,6 +166,61 @@ def build(
         raise
     raise_all(problems)
     return made
+
+
+class _Speaking(type(BaseModel)):
+    """Makes `LoRA(rnk=1)` a ConfigError with the nearest name, where pydantic would show its own error.
+
+    It acts on calls of the class alone: `model_validate` keeps raising what the configuration reads places from.
+    """
+
+    if not TYPE_CHECKING:  # a checker then still sees the fields of each class
+
+        def __call__(cls, *given: Any, **values: Any) -> Any:
+            if given:
+                raise ConfigError(
+                    f"{cls.__name__} takes its settings by name",
+                    got=", ".join(as_json(each) for each in given),
+                    wanted=", ".join(f"{name}=…" for name in list(cls.model_fields)[:3]),
+                )
+            try:
+                made = super().__call__(**values)
+            except ValidationError as error:
+                raise _spoken(cls, values, error) from None
+            raise_all(truths_as_numbers(made, values))
+            return made
+
+
+class Frozen(BaseModel, metaclass=_Speaking):
+    """A frozen value that refuses settings it does not know, with the nearest name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _spoken(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> AfinaError:
+    """What pydantic refused of a call of `kind`, under the name of the class."""
+    known = list(kind.model_fields)
+    prefix = (kind.__name__,)
+    problems: list[AfinaError] = [
+        unknown("", (*prefix, name), known, ()) for name in values if name not in known
+    ]
+    if any(name in known for name in values) or not problems:
+        details = [d for d in error.errors(include_url=False) if d["type"] != "extra_forbidden"]
+        problems += from_details(details, prefix, {})
+    return together(problems)
+
+
+def truths_as_numbers(made: BaseModel, values: Mapping[str, Any]) -> list[ConfigError]:
+    """Pydantic reads true as 1; `rank=True` is a slip, not a rank."""
+    return [
+        ConfigError(
+            f"{type(made).__name__}.{name} cannot have this value", got=value, wanted="a number"
+        )
+        for name, value in values.items()
+        if isinstance(value, bool)
+        and isinstance(read := getattr(made, name), (int, float))
+        and not isinstance(read, bool)
+    ]
 
 
 def of_kind(kind: type[T], given: T | None) -> T:

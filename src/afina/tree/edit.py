@@ -1,87 +1,19 @@
-"""The only code that changes a model: match names, attach children, train tensors in place, undo it all.
-
-Nothing is wrapped. A technique's parameters live in a child of the module they change (`q_proj.lora.a`) and act
-through a forward hook, so every name of the base model, its ties and its own `save_pretrained` stay as they were.
-"""
+"""What was changed in a model: children attached, tensors trained in place, weights folded; and the way back."""
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from afina.counts import format_counts, parameter_counts
-from afina.errors import TechniqueError, nearest
-
-Side = Literal["in", "out", "none"]
-
-
-class Delta(nn.Module, ABC):
-    """What a technique adds to one map (a linear, a `Conv1D`, an embedding).
-
-    Attributes:
-        follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
-        enabled: False makes the module act as the base did (see `Edit.disabled`).
-    """
-
-    follows: ClassVar[Mapping[str, Side]] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enabled = True
-
-    @abstractmethod
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The changed output, given the base's input `x` and output `y`."""
-
-    @abstractmethod
-    def reset(self, seed: int) -> None:
-        """Gives the parameters their starting values; equal seeds give equal values on any machine."""
-
-    def weight_delta(self) -> Tensor:
-        """What to add to the base's weight to fold this away, as (out, in) in fp32.
-
-        Raises:
-            TechniqueError: where the mathematics does not allow it.
-        """
-        raise TechniqueError(f"{type(self).__name__} cannot be folded into a weight")
-
-    def silent_at_start(self) -> frozenset[str]:
-        """Parameters whose gradient is exactly zero at the first step, by construction."""
-        return frozenset()
-
-
-class Technique(BaseModel, ABC):
-    """A frozen value that says how to change a model; the same object is settings, documentation and YAML."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key: ClassVar[str]
-
-    @abstractmethod
-    def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
-        """Changes the structure only: works on the meta device, sets no values.
-
-        Args:
-            model: a Transformers model whose parameters the caller has frozen.
-            undoable: keep a copy of each base tensor that is trained in place, so that undo can restore it.
-        """
-
-    def init(self, edit: Edit, *, seed: int) -> None:
-        """Gives the attached parameters their starting values, once the base's weights are there."""
-        for name, delta in edit.deltas.items():
-            delta.reset(seed_of(seed, name))
-
-    def lr_scale(self, name: str) -> float:
-        """Learning rate of the trainable tensor `name`, as a multiple of the run's."""
-        return 1.0
+from afina.errors import TechniqueError
+from afina.tree.fold import Folds
+from afina.tree.technique import Delta, Technique
 
 
 class Edit:
@@ -105,6 +37,8 @@ class Edit:
         self._snapshots: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._undone = False
+        self._attached: list[_Attached] = []
+        self._folds: Folds | None = None
 
     @property
     def undone(self) -> bool:
@@ -126,13 +60,15 @@ class Edit:
             )
         delta.train(module.training)
         module.add_module(key, delta)
-        handle = module.register_forward_hook(_Hook(key))
+        attached = _Attached(module, key)
+        attached.hook()
+        self._attached.append(attached)
         self.deltas[f"{target}.{key}"] = delta
         for name, _ in delta.named_parameters():
             self._owner[f"{target}.{key}.{name}"] = technique
 
         def undo() -> None:
-            handle.remove()
+            attached.unhook()
             delattr(module, key)
 
         self._undo.append(undo)
@@ -201,7 +137,8 @@ class Edit:
             self._write({name: self._snapshots[name] for name in self.in_place})
             for delta in self.deltas.values():
                 delta.enabled = False
-            yield
+            with self.unfolded():
+                yield
         finally:
             self._write(trained)
             for name, delta in self.deltas.items():
@@ -212,8 +149,65 @@ class Edit:
         for name, value in values.items():
             self.in_place[name].copy_(value)
 
+    @property
+    def merged(self) -> bool:
+        """Whether the changes are folded into the base's weights just now."""
+        return self._folds is not None
+
+    def merge(self) -> dict[str, float]:
+        """Folds every change into the weight beside it: the model has the base's modules and no hook of ours acts.
+
+        Each sum is made in fp32 and rounded once, to the weight's dtype. The originals are kept, for `unmerge`.
+        A head that shares the embedding's weight gets one of its own, if only one of the two is changed or the
+        changes differ; the model's config says so until `unmerge`.
+
+        Returns:
+            Of each changed module, the share of its change that the rounding lost.
+
+        Raises:
+            TechniqueError: merged or undone already, or a change cannot be folded; the model is then as it was.
+        """
+        if self._undone or self._folds is not None:
+            raise TechniqueError(
+                "the edit was undone: there is nothing to merge"
+                if self._undone
+                else "the edit is merged already: its changes would count twice",
+                cure="apply again: afina.apply(model, [...])" if self._undone else "edit.unmerge()",
+            )
+        if not all(delta.enabled for delta in self.deltas.values()):
+            raise TechniqueError("the edit is disabled", cure="merge outside of edit.disabled()")
+        self._folds = Folds(self.model, self.deltas)
+        for attached in self._attached:
+            attached.unhook()
+        return self._folds.rounding
+
+    def unmerge(self) -> None:
+        """The state before `merge`: the base's own tensors, bit for bit, for they were kept and not computed back.
+
+        Raises:
+            TechniqueError: not merged.
+        """
+        if self._folds is None:
+            raise TechniqueError("the edit is not merged", cure="edit.merge() first")
+        self._folds.take_out()
+        self._folds = None
+        for attached in self._attached:
+            attached.hook()
+
+    @contextmanager
+    def unfolded(self) -> Generator[None, None, None]:
+        """The base's own weights inside the block, whether merged or not; what the edit attached acts as before."""
+        if self._folds is None:
+            yield
+            return
+        self._folds.take_out()
+        try:
+            yield
+        finally:
+            self._folds.put_in()
+
     def undo(self) -> None:
-        """The base model again, bit for bit. A second call does nothing.
+        """The base model again, bit for bit, merged or not. A second call does nothing.
 
         Raises:
             TechniqueError: when a tensor was trained in place without keeping its original.
@@ -227,6 +221,8 @@ class Edit:
                 got=", ".join(lost[:3]),
                 cure="apply with undoable=True, or load the base model again",
             )
+        if self.merged:
+            self.unmerge()
         self._reverse()
 
     def _reverse(self) -> None:
@@ -250,6 +246,7 @@ class Edit:
 
     def absorb(self, other: Edit) -> None:
         """Takes over everything `other` did, so that one undo reverses both."""
+        self._attached.extend(other._attached)
         self.deltas.update(other.deltas)
         self.in_place.update(other.in_place)
         self.notes.extend(other.notes)
@@ -264,6 +261,24 @@ class Edit:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+class _Attached:
+    """A child in its place, and the hook through which it acts."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.module, self.key = module, key
+        self._handle: RemovableHandle | None = None
+
+    def hook(self) -> None:
+        """The child acts."""
+        self._handle = self.module.register_forward_hook(_Hook(self.key))
+
+    def unhook(self) -> None:
+        """The child acts no more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
 class _Hook:
     """Calls the child of that name. Looks it up in the module it is given, so that a deep copy uses its own child."""
 
@@ -274,12 +289,6 @@ class _Hook:
         delta = getattr(module, self.key)
         assert isinstance(delta, Delta)
         return delta(args[0], output) if delta.enabled else output
-
-
-def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for the tensor `name`: the same on every machine, whatever else is attached."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def freeze(model: nn.Module) -> Callable[[], None]:
@@ -293,36 +302,3 @@ def freeze(model: nn.Module) -> Callable[[], None]:
             parameter.requires_grad_(flag)
 
     return restore
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a module name fits a pattern: a whole name, its last parts (`q_proj`, `mlp.up_proj`), or a glob."""
-    if any(sign in pattern for sign in "*?["):
-        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
-    return name == pattern or name.endswith(f".{pattern}")
-
-
-def match(names: Iterable[str], patterns: Iterable[str], *, setting: str) -> list[str]:
-    """The names that fit any pattern, in their own order; every pattern must fit at least one.
-
-    Args:
-        names: module names.
-        patterns: see `matches`.
-        setting: what the user wrote them under, for the error.
-
-    Raises:
-        TechniqueError: naming each pattern that matched nothing and the nearest names.
-    """
-    names = list(names)
-    wanted = list(patterns)
-    unmatched = [p for p in wanted if not any(matches(n, p) for n in names)]
-    if unmatched:
-        tails = sorted({n.rsplit(".", 1)[-1] for n in names})
-        near = {p: nearest(p.rsplit(".", 1)[-1], tails) or tails[:8] for p in unmatched}
-        raise TechniqueError(
-            f"{setting}: nothing in this model matches",
-            got=", ".join(repr(p) for p in unmatched),
-            wanted="; ".join(f"for {p!r} perhaps {', '.join(n)}" for p, n in near.items()),
-            cure="use a module's name, its last part, or a glob such as 'model.layers.*.q_proj'",
-        )
-    return [n for n in names if any(matches(n, p) for p in wanted)]

@@ -1,0 +1,81 @@
+"""Which base model a run or an adapter belongs to: a short text that tells one base from another in no time.
+
+It is a hash of the names, shapes and some values of the base's tensors, in two parts:
+
+| part | what of each value | the same for |
+|---|---|---|
+| `bf16:` or `fp16:` | the value rounded to bf16 | one checkpoint loaded in fp64, fp32 or bf16; or in fp16 |
+| `signs:` | its sign bit | one checkpoint loaded in any floating-point type |
+
+A base loaded in fp16 has been rounded once already, and rounding it again to bf16 does not always give what one
+rounding gives. So its first part is its own, and `same_base` compares the signs alone when just one side is fp16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from afina.tree import Edit
+
+SAMPLES = 64
+"""Values of each tensor that are looked at; of a tensor that is no larger, all."""
+
+_STRIDE = 2654435761
+"""A large prime: its multiples, modulo the size of a tensor, fall into all rows and columns."""
+
+
+def base_fingerprint(model: nn.Module, edit: Edit | None = None) -> str:
+    """The fingerprint of the frozen base under `edit`: equal with the edit on it or off, and on any machine.
+
+    Args:
+        model: its parameters are looked at, not its buffers.
+        edit: what it attached is left out, and so are base tensors that it trains in place: whoever compares two
+            fingerprints must have the same tensors trained in place.
+
+    Returns:
+        `bf16:<64 bits>+signs:<64 bits>`, in hexadecimal; `fp16:…` where a base tensor is fp16. A change of a tensor
+        that misses its samples is not seen.
+    """
+    values, signs, half = hashlib.sha256(), hashlib.sha256(), False
+    for name, parameter in sorted(_frozen(model, edit).items()):
+        half |= parameter.dtype == torch.float16
+        sample = _sample(parameter)
+        head = f"{name}{tuple(parameter.shape)}".encode()
+        values.update(head + _as_bf16(sample))
+        signs.update(head + torch.signbit(sample.double()).numpy().tobytes())
+    kind = "fp16" if half else "bf16"
+    return f"{kind}:{values.hexdigest()[:16]}+signs:{signs.hexdigest()[:16]}"
+
+
+def same_base(one: str, other: str) -> bool:
+    """Whether two fingerprints can be of one base, loaded in whatever floating-point type."""
+    kinds = [text.partition(":")[0] for text in (one, other)]
+    if kinds[0] == kinds[1]:
+        return one == other
+    return one.rpartition("+")[2] == other.rpartition("+")[2]
+
+
+def _frozen(model: nn.Module, edit: Edit | None) -> dict[str, Tensor]:
+    """The base's tensors by name, without what an edit added or trains; a tied one under its first name."""
+    left_out: set[int] = set()
+    if edit is not None:
+        added = (p for delta in edit.deltas.values() for p in delta.parameters())
+        left_out = {id(p) for p in (*added, *edit.in_place.values())}
+    return {n: p.detach() for n, p in model.named_parameters() if id(p) not in left_out}
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Up to `SAMPLES` values of a tensor, spread over it, on the CPU."""
+    places = torch.arange(min(SAMPLES, tensor.numel()), device=tensor.device) * _STRIDE
+    return tensor.reshape(-1)[places % max(1, tensor.numel())].cpu()
+
+
+def _as_bf16(sample: Tensor) -> bytes:
+    """The bytes of the values, rounded once; those of a quantised tensor as they are."""
+    if sample.is_floating_point():
+        # Through fp32, as torch itself casts fp64, so that a load in fp64 and one in fp32 agree.
+        sample = sample.float().bfloat16().view(torch.int16)
+    return sample.numpy().tobytes()

@@ -1,0 +1,56 @@
+"""Which files a checkpoint has, with sizes and hashes: so that a damaged one is known before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+FILE = "manifest.json"
+
+
+def write(folder: Path) -> None:
+    """Lists every file of a folder with its size and sha256, in `manifest.json`."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / FILE
+    }
+    text = json.dumps({"format": 1, "files": files}, indent=2)
+    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def damage(folder: Path) -> list[str]:
+    """What is wrong with the files of a folder, a line each, by its manifest; empty when it is whole.
+
+    Files that the manifest does not name are not looked at.
+    """
+    if not folder.is_dir():
+        return [f"{folder.name} is not there"]
+    try:
+        listed = json.loads((folder / FILE).read_text(encoding="utf-8"))["files"]
+        return [
+            found
+            for name, known in listed.items()
+            if (found := _damage(folder / name, name, known["bytes"], known["sha256"]))
+        ]
+    except FileNotFoundError:
+        return [f"{FILE} is missing"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{FILE} cannot be read: {error!r}"]
+
+
+def _damage(path: Path, name: str, size: int, sha256: str) -> str | None:
+    try:
+        now = path.stat().st_size
+        if now != size:
+            return f"{name} has {now:,} bytes, {size:,} were written"
+        return None if digest(path) == sha256 else f"{name} does not hold what was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,59 @@
+"""How long a run is, which rows each of its steps gets, and what moves its tensors: all from settings and rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from afina.config import TrainSettings
+from afina.data.order import steps_in, windows
+from afina.optim.optimisers import Optimiser
+from afina.train.loop import Seams
+from afina.tree import Edit
+from afina.types import Row
+
+
+def total_steps(settings: TrainSettings, rows: Sequence[Row]) -> int:
+    """Optimiser steps of the whole run."""
+    if settings.steps is not None:
+        return settings.steps
+    assert settings.epochs is not None
+    lengths = [len(row.tokens) for row in rows]
+    return steps_in(lengths, settings.seed, settings.epochs, **_step_size(settings))
+
+
+def warmup_steps(settings: TrainSettings, total: int) -> int:
+    """Steps over which the learning rate rises."""
+    if settings.warmup_steps is not None:
+        return settings.warmup_steps
+    return math.ceil((settings.warmup_ratio or 0.0) * total)
+
+
+def windows_from(
+    settings: TrainSettings, rows: Sequence[Row], start: int = 0
+) -> Iterator[list[Row]]:
+    """The rows of steps `start`, `start` + 1, … without end."""
+    lengths = [len(row.tokens) for row in rows]
+    found = windows(lengths, settings.seed, start=start, **_step_size(settings))
+    return ([rows[place] for place in window.rows] for window in found)
+
+
+def optimiser_of(edit: Edit, settings: TrainSettings, seams: Seams) -> Optimiser:
+    """The optimiser of a run, with a group for each learning rate."""
+    scales = edit.lr_scales()
+    for change in seams.param_groups:
+        scales = change(scales)
+    options = {
+        "lr": settings.lr,
+        "weight_decay": settings.weight_decay,
+        "betas": settings.betas,
+        "eps": settings.eps,
+    }
+    return Optimiser(edit.trainable(), scales, settings.optimizer, options)
+
+
+def _step_size(settings: TrainSettings) -> dict[str, int | None]:
+    return {
+        "rows_per_step": settings.rows_per_step,
+        "tokens_per_step": settings.tokens_per_step,
+    }

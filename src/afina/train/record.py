@@ -1,0 +1,84 @@
+"""What a run was made from, written before its first step: config.yaml, data.json, environment.json, start.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from afina.config import EvalSettings, Resolved, RunConfig, TrainSettings, as_given, dump
+from afina.data.report import DataReport
+from afina.data.settings import DataSettings
+from afina.models.demo import DEMOS
+from afina.train import durable, folder, state
+from afina.train.state import Difference, State
+from afina.tree import Edit
+
+START = "start.json"
+"""The state in which a run began, or went on with changes, for when it is stopped before its next checkpoint."""
+
+
+def absolute(name: str | None) -> str | None:
+    """A file's or folder's name as it is found from any working directory; a name of the hub, or a demo's, as it is."""
+    if name is None or name in DEMOS or not Path(name).expanduser().exists():
+        return name
+    return str(Path(name).expanduser().resolve())
+
+
+def name_of(source: Any) -> str:
+    """What config.yaml calls some data."""
+    return str(source) if isinstance(source, str | Path) else "(rows given in Python)"
+
+
+def as_config(
+    base: str,
+    source: str,
+    val: str | None,
+    data: DataSettings,
+    edit: Edit,
+    settings: TrainSettings,
+) -> Resolved[DataSettings]:
+    """The configuration of a run that was started from Python."""
+    config = RunConfig(
+        model=str(absolute(base)),
+        source=str(absolute(source)),
+        val=absolute(val),
+        revision=None,
+        data=data,
+        techniques=tuple(edit.techniques),
+        train=settings,
+        eval=EvalSettings(),
+    )
+    return as_given(config, [t.key for t in edit.techniques], "Python")
+
+
+def write(
+    out: Path,
+    resolved: Resolved[Any],
+    reports: Sequence[DataReport],
+    counts: Mapping[str, int],
+    machine: Mapping[str, str],
+) -> None:
+    """Everything the run was made from. The folder is a run's once config.yaml is there, so that comes last."""
+    account = {"rows": dict(counts), "sources": [asdict(report) for report in reports]}
+    durable.write_json(out / "data.json", account)
+    durable.write_json(out / "environment.json", {**folder.environment(), **machine})
+    durable.write_text(out / folder.CONFIG, dump(resolved))
+
+
+def write_start(out: Path, start: State) -> None:
+    """Keeps the state in which a run begins."""
+    durable.write_text(out / START, state.to_text(start))
+
+
+def write_changes(
+    out: Path, resolved: Resolved[Any], step: int, changes: Sequence[Difference]
+) -> None:
+    """Renews config.yaml for the rest of a run, with a line at its top for all that was changed so far."""
+    path = out / folder.CONFIG
+    kept = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# step ")
+    ]
+    new = [f"# step {step}: resumed with {change}" for change in changes]
+    durable.write_text(path, "\n".join([*kept, *new, dump(resolved)]))

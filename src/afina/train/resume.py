@@ -1,0 +1,119 @@
+"""Where a run goes on from, whether the rest will be what it would have been, and what differs if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from afina.errors import RunError
+from afina.train import checkpoint, manifest, record, result, state
+from afina.train.report import Reporter
+from afina.train.result import Run
+from afina.train.state import Difference, State
+
+LENGTH = ("train.steps", "train.epochs")
+SCORING = (state.VAL_ROWS, "train.best")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run goes on from.
+
+    Attributes:
+        state: as it was there.
+        folder: of the checkpoint; None is the run's beginning.
+    """
+
+    state: State
+    folder: Path | None
+
+    @property
+    def threads(self) -> int | None:
+        """Of torch, when the run was started."""
+        return self.state.machine.threads if self.state.machine else None
+
+
+def origin(out: Path, wanted: str | None) -> Origin | None:
+    """Where the run in `out` goes on from; None when it was stopped before anything was decided.
+
+    Raises:
+        RunError: when the checkpoint is damaged or not there.
+    """
+    folder = checkpoint.latest(out, wanted)
+    begun = state.from_file(out / record.START) if (out / record.START).exists() else None
+    if folder is None:
+        return None if begun is None else Origin(begun, None)
+    saved = state.from_file(folder / checkpoint.STATE)
+    # Changes that were allowed here, before a next checkpoint knew of them, need not be allowed again.
+    known = begun if begun is not None and begun.step == saved.step else saved
+    return Origin(known, folder)
+
+
+@contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """Inside the block torch has so many CPU threads; None changes nothing."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def compare(then: State, now: State, *, allow: bool, say: Reporter) -> list[Difference]:
+    """What makes the rest of a run another one; said aloud when it is allowed.
+
+    Raises:
+        RunError: when something does and `allow` is false.
+    """
+    found = state.differences(then, now)
+    if found and not allow:
+        raise RunError(
+            "this run cannot be resumed exactly: it was started otherwise",
+            got="\n          ".join(map(str, found)),
+            cure="resume with the data and settings of its config.yaml, or start a new run, or go on "
+            "with what differs: --allow-changes",
+        )
+    for difference in found:
+        say.say(f"warning: resumed with a change, {difference}")
+    for difference in state.harmless(then, now):
+        say.say(f"resumed with {difference}; nothing that is learnt changes with it")
+    for difference in state.roundings(then, now):
+        say.say(f"warning: {difference}: the last bits of the weights may differ")
+    if any(difference.name in LENGTH for difference in found):
+        say.say(
+            f"the schedule of the learning rate is laid over {now.total_steps} steps now, and goes on "
+            f"at step {then.step + 1} of it"
+        )
+    return found
+
+
+def finished(out: Path, then: State, now: State, changes: Sequence[Difference]) -> Run | None:
+    """The run's result, when nothing is left to do."""
+    done = result.read(out)
+    if done is None or done.steps != then.step or not done.weights.is_dir():
+        return None
+    return done if now.total_steps <= then.step or not changes else None
+
+
+def going_on(
+    out: Path, then: State, now: State, changes: Sequence[Difference], say: Reporter
+) -> State:
+    """The state of the rest of a run: what was reached, under the settings of now."""
+    merged = replace(then, total_steps=now.total_steps, machine=now.machine, settings=now.settings)
+    names = {difference.name for difference in changes}
+    rescored = any(name in SCORING or name.startswith("eval.") for name in names)
+    if rescored:
+        why = "the scores so far are of something else"
+    elif then.best_step is None or not manifest.damage(checkpoint.folder_of(out, then.best_step)):
+        return merged
+    else:
+        why = f"the best checkpoint, of step {then.best_step}, is not whole any more"
+    if then.best_step is not None:
+        say.say(f"warning: {why}, so the best weights are chosen among those from here on")
+    return replace(merged, best_score=None, best_step=None, since_best=0)

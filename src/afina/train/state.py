@@ -1,0 +1,203 @@
+"""Where a run stands, what it was made from, and what was decided for the machine: the text of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from afina.adapters.fingerprint import same_base
+from afina.config import TrainSettings
+from afina.errors import RunError
+from afina.tree import Edit
+
+FORMAT = 1
+
+BASE = "the base model's weights"
+TRAIN_ROWS = "the training rows"
+VAL_ROWS = "the validation rows"
+START = "the starting weights"
+
+OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads")
+"""Settings that stand in `Machine` as what they came to, so that "the best there is" is compared by what it was."""
+
+HARMLESS = ("train.save_every", "train.keep_last", "train.tensorboard")
+"""Settings that change nothing of what is learnt or kept in the end."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was decided for, or by, this machine.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: of the frozen weights.
+        threads: of torch, on the CPU: how a sum is split over them shows in its last bits.
+        compiled: whether the model ran as a compiled graph, whose last bits differ from eager ones.
+        torch, transformers: versions.
+        cpu: the instructions that torch's kernels were chosen for.
+    """
+
+    device: str
+    dtype: str
+    threads: int
+    compiled: bool
+    torch: str
+    transformers: str
+    cpu: str
+
+    @classmethod
+    def here(cls, model: nn.Module) -> Machine:
+        """As it is now."""
+        import transformers
+
+        parameter = next(model.parameters())
+        return cls(
+            device=parameter.device.type,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            compiled=False,
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            cpu=torch.backends.cpu.get_cpu_capability(),
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands.
+
+    Attributes:
+        step: optimiser steps done, the skipped ones among them.
+        total_steps: of the whole run.
+        rows_seen, tokens_seen: the data position: rows and real tokens of all steps so far.
+        skipped: steps at which the optimiser was not moved, for a loss that is not finite or rows without a label.
+        best_score: of the best evaluation so far (lower is better), None before the first.
+        best_step: its step.
+        since_best: evaluations since.
+        micro_tokens: tokens of a micro-batch, as decided for this machine; None when set by the user.
+        machine: what else was decided.
+        settings: what must be equal for a resumed run to be the same run, by dotted name or in words.
+    """
+
+    step: int
+    total_steps: int = 0
+    rows_seen: int = 0
+    tokens_seen: int = 0
+    skipped: int = 0
+    best_score: float | None = None
+    best_step: int | None = None
+    since_best: int = 0
+    micro_tokens: int | None = None
+    machine: Machine | None = None
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not as it was when the run stopped."""
+
+    name: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.then} then, {self.now} now"
+
+
+def to_text(state: State) -> str:
+    """As JSON."""
+    return json.dumps({"format": FORMAT, **asdict(state)}, indent=2, allow_nan=False) + "\n"
+
+
+def from_file(path: Path) -> State:
+    """The inverse of `to_text`.
+
+    Raises:
+        RunError: when the file cannot be read, or is of another format.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.pop("format", None) != FORMAT:
+            raise ValueError("written by another version of afina")
+        machine = found.pop("machine")
+        return State(**found, machine=None if machine is None else Machine(**machine))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise RunError("the run's state cannot be read", got=f"{path}: {error}") from None
+
+
+def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal for a resumed run to be the same run."""
+    found = {f"train.{k}": v for k, v in settings.model_dump(mode="json").items()}
+    for name in OF_THE_MACHINE:
+        del found[name]
+    for technique in edit.techniques:
+        for name, value in technique.model_dump(mode="json").items():
+            found[f"techniques.{technique.key}.{name}"] = value
+    return {**found, **more}
+
+
+def starting_weights(edit: Edit) -> str:
+    """A hash of all values that will train, as they are now."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(edit.trainable().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def differences(then: State, now: State) -> list[Difference]:
+    """What makes the rest of a run another one than it would have been."""
+    old = {**_defaults(), **then.settings}
+    if then.step:
+        old[START] = now.settings.get(
+            START
+        )  # they were changed by training, and are in the checkpoint
+    found = [
+        Difference(name, old.get(name), now.settings.get(name))
+        for name in dict.fromkeys([*now.settings, *old])
+        if name not in HARMLESS and not _equal(name, old.get(name), now.settings.get(name))
+    ]
+    for name in ("device", "dtype", "threads", "compiled"):
+        one, other = getattr(then.machine, name, None), getattr(now.machine, name, None)
+        if one != other:
+            found.append(Difference(f"train.{name}" if name != "compiled" else name, one, other))
+    return found
+
+
+def roundings(then: State, now: State) -> list[Difference]:
+    """What may change the last bits of a number, and nothing else: versions and the processor's instructions."""
+    pairs = [
+        Difference(name, getattr(then.machine, name, None), getattr(now.machine, name, None))
+        for name in ("torch", "transformers", "cpu")
+    ]
+    return [pair for pair in pairs if pair.then != pair.now]
+
+
+def harmless(then: State, now: State) -> list[Difference]:
+    """Settings that differ and change nothing of what is learnt."""
+    old = {**_defaults(), **then.settings}
+    return [
+        Difference(name, old.get(name), now.settings.get(name))
+        for name in HARMLESS
+        if old.get(name) != now.settings.get(name)
+    ]
+
+
+def _equal(name: str, then: Any, now: Any) -> bool:
+    if name == BASE and isinstance(then, str) and isinstance(now, str):
+        return same_base(then, now)
+    return then == now
+
+
+def _defaults() -> dict[str, Any]:
+    """The settings of an older afina that lacked some of today's were, in effect, today's defaults."""
+    dumped = TrainSettings().model_dump(mode="json")
+    plain = {n for n, f in TrainSettings.model_fields.items() if dumped[n] == f.default}
+    return {f"train.{n}": dumped[n] for n in plain if f"train.{n}" not in OF_THE_MACHINE}

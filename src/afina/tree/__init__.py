@@ -1,0 +1,11 @@
+"""The only code that changes a model: match names, attach children, train in place, fold, undo it all.
+
+Nothing is wrapped. A technique's parameters live in a child of the module they change (`q_proj.lora.a`) and act
+through a forward hook, so every name of the base model, its ties and its own `save_pretrained` stay as they were.
+"""
+
+from afina.tree.edit import Edit, freeze
+from afina.tree.match import match, matches
+from afina.tree.technique import Delta, Side, Technique, seed_of
+
+__all__ = ["Delta", "Edit", "Side", "Technique", "freeze", "match", "matches", "seed_of"]

@@ -1,0 +1,173 @@
+"""Folding a change into a weight: added in fp32, rounded once; and giving a tied weight a tensor of its own.
+
+    W' = round(W + dW)
+
+Legend: W a base's weight in its own dtype, dW the change in fp32, W' the result in W's dtype or another.
+
+Rounding dW first and the sum again, as adding both in bf16 does, gives another W' for up to a third of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afina.errors import TechniqueError
+from afina.tree.technique import Delta
+
+
+@torch.no_grad()
+def fold(
+    weight: Tensor, change: Tensor, *, name: str, dtype: torch.dtype | None = None
+) -> tuple[Tensor, float]:
+    """W' and what the rounding cost.
+
+    Args:
+        weight: W, any floating-point dtype.
+        change: dW, of W's shape; fp32 or wider. It may be overwritten: one copy of the tensor less.
+        name: of the weight, for errors.
+        dtype: of W'; None is W's.
+
+    Returns:
+        W', and ||W' - (W + dW)|| / ||dW||: the share of the change that was lost; 0 where there is no change.
+
+    Raises:
+        TechniqueError: shapes or dtypes do not allow it, or W' would hold a NaN or an infinity.
+    """
+    if not weight.is_floating_point():
+        raise TechniqueError(
+            f"{name} is quantised: a change cannot be folded into it",
+            got=weight.dtype,
+            wanted="a floating-point weight",
+            cure="load the base unquantised, or keep the adapter unmerged",
+        )
+    if weight.shape != change.shape:
+        raise TechniqueError(
+            f"{name}: the change has another shape than the weight",
+            got=tuple(change.shape),
+            wanted=tuple(weight.shape),
+        )
+    wide = torch.promote_types(weight.dtype, torch.promote_types(change.dtype, torch.float32))
+    exact = change.to(wide)
+    size = float(torch.linalg.vector_norm(exact))
+    exact.add_(weight)
+    rounded = exact.to(dtype or weight.dtype, copy=True)
+    lost = float(torch.linalg.vector_norm(exact.sub_(rounded)))
+    if not (math.isfinite(size) and math.isfinite(lost)):
+        raise TechniqueError(
+            f"{name}: the folded weight would not be finite",
+            got=f"a change of norm {size:g}, rounded to {rounded.dtype}",
+            wanted="finite numbers",
+            cure="the adapter is damaged if its change is not finite; else fold into a wider dtype",
+        )
+    return rounded, lost / size if size else 0.0
+
+
+class Folds:
+    """The changes of a model, folded into its weights; the original tensors are kept and can be put back.
+
+    A weight is not written: the module gets another tensor in its place. So putting back is exact and costs nothing,
+    and a tensor that two modules share is changed for the one that asked.
+
+    Attributes:
+        rounding: of each module, the share of its change that was lost; see `fold`.
+    """
+
+    def __init__(self, model: nn.Module, deltas: Mapping[str, Delta]) -> None:
+        self.rounding: dict[str, float] = {}
+        self._model = model
+        self._places: list[tuple[nn.Module, nn.Parameter, nn.Parameter]] = []
+        self._shared = ""
+        self._retie: Callable[[], None] | None = None
+        for target, parts in _by_module(deltas).items():
+            module, name = model.get_submodule(target), f"{target}.weight"
+            weight = module.get_parameter("weight")
+            if len(names_of(model, weight)) > 1:
+                refuse_other_ties(model, name)
+                self._shared = name
+            change = sum(delta.stored_delta() for delta in parts)
+            assert isinstance(change, Tensor)
+            folded, self.rounding[target] = fold(weight, change, name=name)
+            other = nn.Parameter(folded, requires_grad=weight.requires_grad)
+            self._places.append((module, weight, other))
+        self.put_in()
+
+    def put_in(self) -> None:
+        """The folded weights take their places."""
+        if self._shared:
+            self._retie = untie(self._model)
+        for module, _, folded in self._places:
+            module.weight = folded
+
+    def take_out(self) -> None:
+        """The originals take theirs."""
+        for module, original, _ in self._places:
+            module.weight = original
+        if self._retie is not None:
+            self._retie()
+            self._retie = None
+
+
+def _by_module(deltas: Mapping[str, Delta]) -> dict[str, list[Delta]]:
+    found: dict[str, list[Delta]] = {}
+    for name, delta in deltas.items():
+        found.setdefault(name.rpartition(".")[0], []).append(delta)
+    return found
+
+
+# --- ties ------------------------------------------------------------------------------------------------------
+
+
+def names_of(model: nn.Module, parameter: nn.Parameter) -> list[str]:
+    """Every name under which `model` holds this very tensor."""
+    every = model.named_parameters(remove_duplicate=False)
+    return [name for name, other in every if other is parameter]
+
+
+def untie(model: Any) -> Callable[[], None]:
+    """Changes what says that a model's input embedding and head are one tensor; the result puts it back."""
+    configs = {id(c): c for c in (model.config, model.config.get_text_config())}
+    tied = [c for c in configs.values() if getattr(c, "tie_word_embeddings", False)]
+    keys = model.all_tied_weights_keys
+    for config in tied:
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
+
+    def restore() -> None:
+        for config in tied:
+            config.tie_word_embeddings = True
+        model.all_tied_weights_keys = keys
+
+    return restore
+
+
+def refuse_other_ties(model: Any, name: str) -> None:
+    """Raises unless the only shared tensor is the weight of input embedding and head.
+
+    Raises:
+        TechniqueError: another one is shared.
+    """
+    groups = tied_groups(model)
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    weights = {id(getattr(end, "weight", None)) for end in ends}
+    usual = len(weights) == 1 and len(groups) == 1
+    if usual and id(model.get_parameter(groups[0][0])) in weights:
+        return
+    raise TechniqueError(
+        f"{name} is one tensor with another, and this model has no setting that parts them",
+        got="; ".join(" = ".join(group) for group in groups),
+        wanted="at most the input embedding tied to the head",
+        cure="keep the adapter unmerged, or train without this target",
+    )
+
+
+def tied_groups(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one tensor, for each tensor with more than one."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name)
+    return [names for names in by_tensor.values() if len(names) > 1]
