@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.errors import ModelError
+from afina.models.head import Head
 from afina.ops import attention
 from afina.types import IGNORE, Batch, Context
 
@@ -66,13 +67,7 @@ def trained_logits(
         logits (N, V) and targets (N,), row by row; where rows share their beginnings, one for each of
         `batch.entries`, which counts for so many rows as it says.
     """
-    inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
-    if batch.packed:
-        context = Context(batch.segments_BT, batch.positions_BT, step=torch.tensor(step), seed=seed)
-        inputs["position_ids"] = batch.positions_BT
-        inputs["afina_context"] = attention.with_layout(context, batch.runs)
-    else:
-        inputs["attention_mask"] = (batch.segments_BT >= 0).long()
+    inputs = _inputs(batch, step, seed)
     places_BT, targets = trained_places(batch)
     # The head runs on the columns where some row is trained: for a packed line, on trained positions alone.
     columns = places_BT.any(dim=0).nonzero()[:, 0]
@@ -80,6 +75,42 @@ def trained_logits(
     if batch.entries is None:
         return logits_BCV[places_BT[:, columns]], targets
     return logits_BCV[0].index_select(0, torch.searchsorted(columns, batch.entries[0])), targets
+
+
+def trained_losses(
+    model: nn.Module, batch: Batch, head: Head | None, *, step: int = 0, seed: int = 0
+) -> Tensor:
+    """Minus the log-probability of what each trained position must predict (N,), in fp32 or wider.
+
+    Args:
+        model: a causal language model.
+        batch: as for `trained_logits`.
+        head: of this model, from `head_of`: its logits are then never all in memory; None makes them.
+        step: number of the optimiser step.
+        seed: of this micro-batch.
+
+    Returns:
+        One loss for each of the targets of `trained_logits`, in the same order.
+    """
+    if head is None:
+        return token_losses(*trained_logits(model, batch, step=step, seed=seed))
+    hidden_BTD = head.trunk(**_inputs(batch, step, seed)).last_hidden_state
+    places_BT, targets_N = trained_places(batch)
+    if batch.entries is None:
+        return head.losses(hidden_BTD[places_BT], targets_N)
+    return head.losses(hidden_BTD[0].index_select(0, batch.entries[0]), targets_N)
+
+
+def _inputs(batch: Batch, step: int, seed: int) -> dict[str, Any]:
+    """What the model is called with."""
+    inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
+    if batch.packed:
+        context = Context(batch.segments_BT, batch.positions_BT, step=torch.tensor(step), seed=seed)
+        inputs["position_ids"] = batch.positions_BT
+        inputs["afina_context"] = attention.with_layout(context, batch.runs)
+    else:
+        inputs["attention_mask"] = (batch.segments_BT >= 0).long()
+    return inputs
 
 
 def trained_places(batch: Batch) -> tuple[Tensor, Tensor]:
