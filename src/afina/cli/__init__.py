@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 VERBS: dict[str, tuple[str, str]] = {
+    "check": ("afina.cli.check", "look at what would go wrong in a run, before it is made"),
     "train": ("afina.cli.train", "adapt a model to data, into a run folder"),
     "eval": ("afina.cli.eval", "measure a run or a model on data"),
     "chat": ("afina.cli.chat", "talk with a run or a model"),

@@ -1,0 +1,253 @@
+"""The pre-flight of a run: every point at which a run quietly goes wrong, looked at before it is made.
+
+A point that cannot be looked at, because one before it failed, is told as skipped; all others are looked at all the
+same, so that one call tells everything there is to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from afina.config import TrainSettings
+from afina.data.formats import recognise, rename
+from afina.data.report import DataReport
+from afina.data.sources import read
+from afina.errors import AfinaError, ModelError
+from afina.reports import data as data_points
+from afina.reports import packed, space, steps
+from afina.reports import settings as settings_points
+from afina.reports.checked import Checked
+from afina.reports.trial import Trial
+from afina.train.fit import refuse_rows, refuse_unfit
+from afina.train.options import RunOptions
+from afina.train.preflight import Finding, cheap, of_error, skipped, subject_of
+from afina.train.rows import are_rows, read_rows
+from afina.train.run import overruled
+from afina.tree import Edit
+from afina.types import Row
+
+ROW_POINTS = ("labels", "stop token", "template", "lengths", "duplicates", "overlap")
+RUN_POINTS = ("batch", "learning rate", "schedule", "capacity", "disk")
+STEP_POINTS = ("packing", "start", "first step", "pace")
+
+
+def check(
+    model: nn.Module,
+    tokenizer: Any,
+    data: str | Path | Sequence[Row] | Sequence[Mapping[str, Any]],
+    edit: Edit,
+    out: str | Path | None = None,
+    *,
+    val: str | Path | Sequence[Row] | Sequence[Mapping[str, Any]] | None = None,
+    settings: TrainSettings | None = None,
+    options: RunOptions | None = None,
+    quick: bool = False,
+    **overrides: Any,
+) -> Checked:
+    """Looks at all that a call of `train` with the same arguments would do, and does none of it.
+
+    The model is afterwards as it was before, its first steps undone.
+
+    Args:
+        model: as of `train`, like all the others.
+        tokenizer: the model's.
+        data: that trains.
+        edit: from `afina.apply`.
+        out: the run's folder; None leaves out the points about it.
+        val: validation data.
+        settings: of the training.
+        options: how the run would be embedded.
+        quick: leave out what runs the model.
+        **overrides: settings by name, as `steps=200`.
+
+    Returns:
+        The findings. What does not fit is one of them, and not raised.
+
+    Raises:
+        ConfigError: for an override that is no setting, or out of range.
+    """
+    place = None if out is None else Path(out)
+    settings = overruled(settings or TrainSettings(), overrides)
+    return Case(model, tokenizer, edit, settings, options or RunOptions(), place, quick).look(
+        data, val
+    )
+
+
+@dataclass
+class Case:
+    """One call of `check`.
+
+    Attributes:
+        model, tokenizer, edit: None where they could not be had; `failed` then says why.
+        settings: of the training.
+        options: how the run would be embedded.
+        out: its folder.
+        quick: leave out what runs the model.
+        failed: point ("model", "technique") -> its error.
+        disposable: nobody uses the model afterwards.
+    """
+
+    model: Any
+    tokenizer: Any
+    edit: Edit | None
+    settings: TrainSettings
+    options: RunOptions
+    out: Path | None = None
+    quick: bool = False
+    failed: dict[str, AfinaError] = field(default_factory=dict[str, AfinaError])
+    disposable: bool = False
+
+    def look(self, data: Any, val: Any) -> Checked:
+        """Every point, in the order in which a run meets them."""
+        found = [*self._fit(), *self._output()]
+        rows, val_rows, reports, failed = self._read(data, val)
+        if failed is not None:
+            found.append(of_error("format", failed))
+            found += [skipped(name, "the data cannot be read") for name in ("rows", *ROW_POINTS)]
+        elif not rows:
+            found.append(self._recognised(data))
+            found += [skipped(name, "there is no model") for name in ("rows", *ROW_POINTS)]
+        else:
+            found += [data_points.format_of(reports), data_points.fate_of(reports)]
+            found += self._of_rows(rows, val_rows, given=are_rows(data))
+        validates = bool(val_rows) or (val is not None and not rows)
+        found.append(settings_points.idle(self.settings, validates))
+        found += self._of_run(rows, val_rows)
+        return Checked(tuple(found), tuple(rows), self.tokenizer)
+
+    def _fit(self) -> list[Finding]:
+        """The model, and the technique on it."""
+        if self.model is None:
+            return [
+                of_error("model", self.failed["model"]),
+                skipped("technique", "there is no model"),
+            ]
+        count = sum(p.numel() for p in self.model.parameters())
+        parameter = next(self.model.parameters())
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        kind = f"{type(self.model).__name__}, {count:,} parameters, {dtype} on {parameter.device}"
+        model = Finding("model", "ok", kind, values={"parameters": count, "dtype": dtype})
+        if self.edit is None:
+            return [model, of_error("technique", self.failed["technique"])]
+        try:
+            refuse_unfit(self.model, self.edit)
+        except ModelError as error:
+            self.failed["model"] = error
+            return [of_error("model", error), skipped("technique", "the model cannot be trained")]
+        except AfinaError as error:
+            self.failed["technique"] = error
+            return [model, of_error("technique", error)]
+        trainable = sum(p.numel() for p in self.edit.trainable().values())
+        names = " and ".join(one.key for one in self.edit.techniques)
+        said = f"{names}: {trainable:,} parameters train ({100 * trainable / count:.3g} %)"
+        values = {"trainable": trainable, "tensors": len(self.edit.trainable())}
+        if self.edit.notes:
+            more = tuple(self.edit.notes)
+            return [model, Finding("technique", "warning", said, details=more, values=values)]
+        return [model, Finding("technique", "ok", said, values=values)]
+
+    def _output(self) -> list[Finding]:
+        options = self.options
+        return [space.output(self.out, resume=options.goes_on, overwrite=options.overwrite)]
+
+    def _read(
+        self, data: Any, val: Any
+    ) -> tuple[list[Row], list[Row], list[DataReport], AfinaError | None]:
+        """Rows as the run would have them; none without a model; or why they cannot be had."""
+        if self.model is None:
+            return [], [], [], None
+        try:
+            read_ = read_rows(self.model, self.tokenizer, data, val, self.options.data_settings)
+        except AfinaError as error:
+            return [], [], [], error
+        return *read_, None
+
+    def _recognised(self, data: Any) -> Finding:
+        """The format alone, for which no tokenizer is needed."""
+        settings = self.options.data_settings
+        try:
+            found = read(data, settings)
+            format, _ = recognise(rename(found.rows, settings.columns), settings)
+        except AfinaError as error:
+            return of_error("format", error)
+        return Finding("format", "ok", f"{format.name}: {format.why}")
+
+    def _of_rows(self, rows: list[Row], val_rows: list[Row], *, given: bool) -> list[Finding]:
+        """The cheap points; unusable rows are the finding of the labels."""
+        subject = subject_of(
+            self.model,
+            self.tokenizer,
+            (rows, val_rows),
+            self.settings,
+            self.options.data_settings,
+            given=given,
+        )
+        found = cheap(subject)
+        try:
+            refuse_rows(rows, val_rows)
+        except AfinaError as error:
+            found[0] = of_error("labels", error)
+        return found
+
+    def _of_run(self, rows: list[Row], val_rows: list[Row]) -> list[Finding]:
+        """The points about the settings and, unless all is to be quick, those that run the model."""
+        why = ""
+        if self.edit is None or self.failed:
+            why = "nothing can train: see model and technique"
+        elif not any(row.trained_tokens for row in rows):
+            why = "there are no rows that train"
+        if self.edit is None or why:
+            return [skipped(name, why) for name in (*RUN_POINTS, "validation", *STEP_POINTS)]
+        trial = self._trial(rows)
+        keys = [technique.key for technique in self.edit.techniques]
+        trainable = sum(p.numel() for p in self.edit.trainable().values())
+        seen = trial.rows_a_step * trial.total_steps
+        found = [
+            settings_points.batch(rows, self.settings, keys),
+            settings_points.rate(self.settings, keys),
+            settings_points.schedule(rows, seen, trial.total_steps, trial.warmup_steps),
+            settings_points.capacity(rows, trainable, keys),
+            space.disk(
+                self.edit,
+                self.settings,
+                trial.total_steps,
+                self.out,
+                tokenizer=self.tokenizer,
+                validates=bool(val_rows),
+            ),
+            settings_points.validation(val_rows),
+        ]
+        if self.quick:
+            return [*found, *(skipped(name, "left out (quick)") for name in STEP_POINTS)]
+        return [*found, *self._of_steps(trial)]
+
+    def _trial(self, rows: Sequence[Row]) -> Trial:
+        assert self.edit is not None
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return Trial(
+            self.model,
+            self.edit,
+            rows,
+            self.settings,
+            self.options.data_settings,
+            self.options.seams,
+            pad or 0,
+            self.disposable,
+        )
+
+    def _of_steps(self, trial: Trial) -> list[Finding]:
+        """What runs the model; what is broken already is not run further."""
+        found = [packed.packed_as_alone(trial)]
+        if found[0].status == "error":  # the rest as it will be once that is mended
+            unpacked = trial.data_settings.model_copy(update={"packing": False})
+            trial = replace(trial, data_settings=unpacked)
+        found.append(steps.start(trial))
+        if found[-1].status == "error":
+            why = "the loss is not a number"
+            return [*found, *(skipped(name, why) for name in STEP_POINTS[2:])]
+        return [*found, *steps.first_steps(trial)]
