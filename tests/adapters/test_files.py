@@ -20,6 +20,7 @@ from afina.techniques.lora import LoRA
 from tests import battery
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = {CONFIG, WEIGHTS, "afina.json", "README.md"}
 Tensors = dict[str, Tensor]
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -61,7 +62,7 @@ def test_it_loads_as_it_is(folder: Path) -> None:
     edit = files.load(model, folder)
     for key, tensor in load_file(folder / WEIGHTS).items():
         assert torch.equal(files.peft_tensors(edit)[key], tensor)
-    assert {p.name for p in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert {p.name for p in folder.iterdir()} == FILES
 
 
 def test_what_the_configuration_says(folder: Path) -> None:
@@ -111,7 +112,8 @@ def test_a_wrong_shape(folder: Path) -> None:
 
 
 def test_a_rank_that_is_not_the_configuration_s(folder: Path) -> None:
-    edit_tensors(folder, lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(3, 16)}))
+    smaller = {f"{Q}.lora_A.weight": torch.ones(3, 16), f"{Q}.lora_B.weight": torch.ones(16, 3)}
+    edit_tensors(folder, lambda t: t.update(smaller))
     assert "file 3, configuration 4" in refused(folder)
 
 
@@ -187,7 +189,7 @@ def test_a_damaged_file(folder: Path, keep: int) -> None:
 
 
 def test_another_base(folder: Path) -> None:
-    assert "modules that this model does not have" in refused(folder, battery.build("gpt2"))
+    assert "the model has no such place" in refused(folder, battery.build("gpt2"))
     torch.manual_seed(0)
     wider = battery.llama(hidden_size=32).eval()
     assert "(4, 16)" in refused(folder, wider)
@@ -276,7 +278,7 @@ def test_a_save_replaces_the_adapter_that_was_there(folder: Path) -> None:
     (folder / "old.txt").write_text("old", encoding="utf-8")
     edit = apply(battery.build("llama"), [LoRA(rank=2)])
     files.save(edit, folder, base="tiny")
-    assert {p.name for p in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert {p.name for p in folder.iterdir()} == FILES
     assert [p.name for p in folder.parent.iterdir()] == ["adapter"]
     assert len(files.load(battery.build("llama"), folder).deltas) == 14
 
