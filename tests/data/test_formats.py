@@ -117,9 +117,7 @@ def test_the_format_every_row_fits_wins_over_the_first_rows_best() -> None:
 
 
 def test_the_first_row_that_differs_is_named() -> None:
-    with pytest.raises(
-        DataError, match=r"f\.jsonl:3: this row is not like the others"
-    ) as caught:
+    with pytest.raises(DataError, match=r"f\.jsonl:3: this row is not like the others") as caught:
         examples(
             {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b"}, {"text": "c"}
         )
@@ -215,8 +213,14 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
         "content that is not text",
     ),
-    "no messages": ({"messages": []}, "'messages' has the wrong type"),
-    "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "message 0 has an unknown role"),
+    "no messages": (
+        {"messages": []},
+        "an empty conversation\n  got:    no turn in column 'messages'",
+    ),
+    "speaker": (
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        "message 0 has an unknown role",
+    ),
     "completion": ({"prompt": "a", "completion": {"x": 1}}, "'completion' has the wrong type"),
     "history": (
         {"instruction": "a", "output": "b", "history": ["x"]},
