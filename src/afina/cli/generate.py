@@ -9,6 +9,7 @@ import typer
 
 from afina.cli.common import resolve_run
 from afina.cli.loading import (
+    AllowPartial,
     Device,
     Dtype,
     Name,
@@ -56,6 +57,7 @@ def command(
     revision: Revision = None,
     token: Token = None,
     offline: Offline = False,
+    allow_partial: AllowPartial = False,
 ) -> None:
     """Answer a file of prompts, in batches.
 
@@ -80,7 +82,7 @@ def command(
         },
     )
     asked = read_prompts(prompts, columns_of(run_settings(resolve_run(name))))
-    loaded = load_source(Source(name, dtype, device, revision, token, offline))
+    loaded = load_source(Source(name, dtype, device, revision, token, offline, allow_partial))
     from afina.models.generate import encode, generate
 
     without = is_plain(loaded, plain)

@@ -66,6 +66,9 @@ def command(
     init_from: Annotated[
         Path | None, Flag(help="start from this adapter's weights (a folder, or a run)")
     ] = None,
+    allow_partial: Annotated[
+        bool, Flag("--allow-partial", help="start from what fits of that adapter")
+    ] = False,
     revision: Annotated[str | None, Flag(help="branch, tag or commit of a hub id")] = None,
     token: Annotated[str | None, Flag(envvar="HF_TOKEN", help="token of the Hub")] = None,
     offline: Annotated[bool, Flag("--offline", help="download nothing")] = False,
@@ -102,6 +105,10 @@ def command(
             "--resume goes on with a run as it is",
             cure="leave out --overwrite and --init-from",
         )
+    if allow_partial and init_from is None:
+        raise ConfigError(
+            "--allow-partial is about an adapter to start from", cure="add --init-from FOLDER"
+        )
     if resume and out is not None:
         config = config or out / "config.yaml"
     resolved = resolve(config, flags, sets or [])
@@ -111,7 +118,8 @@ def command(
     hub = {"token": token, "offline": offline or None}
     way = {"resume": resume, "overwrite": overwrite}
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
-    _run(resolved, out, hub, init_from=init_from, way=way, changing=changing)
+    start = {"source": init_from, "allow_partial": allow_partial}
+    _run(resolved, out, hub, start=start, way=way, changing=changing)
 
 
 def flags_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +149,7 @@ def _run(
     out: Path,
     hub: dict[str, Any],
     *,
-    init_from: Path | None,
+    start: dict[str, Any],
     way: dict[str, bool],
     changing: dict[str, Any],
 ) -> None:
@@ -167,11 +175,11 @@ def _run(
         revision=settings.revision,
         **hub,
     )
-    if init_from is None:
+    if start["source"] is None:
         # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it.
         edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
     else:
-        edit, resolved = start_from(model, resolved, init_from)
+        edit, resolved = start_from(model, resolved, **start)
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
@@ -211,10 +219,13 @@ def _with_absolute_paths(resolved: Any) -> Any:
     return replace(resolved, config=replace(config, **changed))
 
 
-def start_from(model: Any, resolved: Any, source: Path) -> tuple[Any, Any]:
+def start_from(
+    model: Any, resolved: Any, source: Path, *, allow_partial: bool = False
+) -> tuple[Any, Any]:
     """The edit that an adapter's folder describes, with its weights, and the settings that say so.
 
     Raises:
+        AdapterError: it does not fit the model.
         ConfigError: for technique settings of one's own: the adapter's decide.
     """
     from dataclasses import replace
@@ -238,16 +249,17 @@ def start_from(model: Any, resolved: Any, source: Path) -> tuple[Any, Any]:
             cure=f"leave these out; only {' and '.join(free)} may differ",
         )
     folder = source / "adapter" if (source / "adapter").is_dir() else source
-    loaded = files.load(model, folder)
+    fitted = files.fit(model, folder, allow_partial=allow_partial)
     given = resolved.config.techniques[0]
-    (found,) = loaded.techniques
-    loaded.undo()
-    lora = found.model_copy(update={name: getattr(given, name) for name in free})
+    lora = fitted.technique.model_copy(update={name: getattr(given, name) for name in free})
     edit = apply(model, [lora], seed=resolved.config.train.seed, undoable=False)
-    files.restore(edit, files.read_tensors(folder))
+    files.restore(edit, fitted.tensors)
+    edit.notes.extend(fitted.notes)
     origin = f"--init-from {folder}"
     origins = {
-        path: origin if path.startswith("techniques.lora") and path not in free else before
+        path: origin
+        if path.startswith("techniques.lora") and path.rpartition(".")[2] not in free
+        else before
         for path, before in resolved.origins.items()
     }
     config = replace(resolved.config, techniques=(lora,))
