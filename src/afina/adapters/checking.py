@@ -106,6 +106,7 @@ def _same(placed: Placed, name: str, copy: Tensor) -> bool:
     own = placed.own.get(name)
     if own is None or own.shape != copy.shape:
         return False
+    own = placed.value(name)
     copy = copy.to(own.device)
     return torch.equal(own, copy.to(own.dtype)) or torch.equal(own.to(copy.dtype), copy)
 

@@ -14,7 +14,8 @@ rounding gives. So its first part is its own, and `same_base` compares the signs
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +29,36 @@ _STRIDE = 2654435761
 """A large prime: its multiples, modulo the size of a tensor, fall into all rows and columns."""
 
 
+Read = Callable[[str], Tensor]
+"""The values of a base tensor, by its name in the model."""
+
+
 def base_fingerprint(
-    model: nn.Module, edit: Edit | None = None, *, without: Iterable[str] = ()
+    model: nn.Module,
+    edit: Edit | None = None,
+    *,
+    without: Iterable[str] = (),
+    read: Read | None = None,
 ) -> str:
     """The fingerprint of the frozen base: equal with an edit on it or off, and on any machine.
 
     Args:
         model: its parameters are looked at, not its buffers, and not what techniques attached to it.
-        edit: base tensors that it trains in place are left out.
+        edit: base tensors that it trains in place are left out; what it folded into the base is not seen.
         without: names of further base tensors to leave out. Whoever compares two fingerprints must leave out the same.
+        read: gives the values of one tensor after the other, where the model itself is on the meta device.
 
     Returns:
         `bf16:<64 bits>+signs:<64 bits>`, in hexadecimal; `fp16:…` where a base tensor is fp16. A change of a tensor
         that misses its samples is not seen.
     """
+    with nullcontext() if edit is None else edit.unfolded():
+        return _fingerprint(model, edit, without, read)
+
+
+def _fingerprint(
+    model: nn.Module, edit: Edit | None, without: Iterable[str], read: Read | None
+) -> str:
     named = dict(model.named_parameters(remove_duplicate=False))
     left_out = {id(named[name]) for name in without if name in named}
     if edit is not None:
@@ -50,8 +67,9 @@ def base_fingerprint(
     for name, parameter in sorted(_base(model).items()):
         if id(parameter) in left_out:
             continue
-        half |= parameter.dtype == torch.float16
-        sample = _sample(parameter.detach())
+        tensor = parameter.detach() if read is None else read(name)
+        half |= tensor.dtype == torch.float16
+        sample = _sample(tensor)
         head = f"{name}{tuple(parameter.shape)}".encode()
         values.update(head + _as_bf16(sample))
         signs.update(head + torch.signbit(sample.double()).numpy().tobytes())

@@ -20,7 +20,7 @@ from afina.adapters.checking import (
     tie_problems,
     whole_problems,
 )
-from afina.adapters.fingerprint import base_fingerprint, same_base
+from afina.adapters.fingerprint import Read, base_fingerprint, same_base
 from afina.adapters.kinds import Kind, Places, refuse_settings
 from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors
 from afina.adapters.names import entries
@@ -53,13 +53,22 @@ class Fitted:
     notes: tuple[str, ...]
 
 
-def fit(model: nn.Module, folder: Path, *, allow_partial: bool = False) -> Fitted:
+def fit(
+    model: nn.Module,
+    folder: Path,
+    *,
+    allow_partial: bool = False,
+    read: Read | None = None,
+    checks_base: bool = True,
+) -> Fitted:
     """Reads the adapter in `folder` and fits it to `model`, which is not changed.
 
     Args:
         model: the base, without this adapter on it.
         folder: in PEFT's layout.
         allow_partial: leave out what does not fit, and log a warning that lists it, instead of raising.
+        read: the values of the model's tensors, where the model itself is on the meta device.
+        checks_base: compare the base with the fingerprint that the adapter has, if it has one.
 
     Raises:
         AdapterError: listing what does not fit, or saying why the folder cannot be used at all.
@@ -69,7 +78,9 @@ def fit(model: nn.Module, folder: Path, *, allow_partial: bool = False) -> Fitte
     tensors = read_tensors(folder)
     try:
         placed = place(model, config, kind, entries(tensors, kind.ending, kind.part))
-        notes = _fit(placed, folder, len(tensors), allow_partial=allow_partial)
+        placed.read = read
+        base = _base(placed, folder) if checks_base else (None, ("its base was not compared",))
+        notes = _fit(placed, folder, len(tensors), base, allow_partial=allow_partial)
         whole = sorted({name.rpartition(".")[0] for name in placed.whole})
         technique = kind.technique_of(model, config, Places(placed.parts, whole, placed.seen))
     except (ConfigError, ValidationError) as error:
@@ -82,11 +93,17 @@ def fit(model: nn.Module, folder: Path, *, allow_partial: bool = False) -> Fitte
     return Fitted(technique, _standard(placed), notes)
 
 
-def _fit(placed: Placed, folder: Path, total: int, *, allow_partial: bool) -> tuple[str, ...]:
+_OfBase = tuple[str | None, tuple[str, ...]]
+"""How a base differs from the one that an adapter was made for, None when it does not; and what is known."""
+
+
+def _fit(
+    placed: Placed, folder: Path, total: int, base: _OfBase, *, allow_partial: bool
+) -> tuple[str, ...]:
     """Raises, or takes out, what does not fit; the notes of it all."""
     applied, config = total, placed.config
     problems = _problems(placed)
-    other_base, known = _base(placed.model, folder, config)
+    other_base, known = base
     left_out: list[str] = []
     if problems or other_base:
         error = _error(folder, config, problems, other_base, total)
@@ -141,16 +158,14 @@ def _standard(placed: Placed) -> dict[str, Tensor]:
     return found | {PREFIX + name: tensor for name, tensor in placed.whole.items()}
 
 
-def _base(
-    model: nn.Module, folder: Path, config: Mapping[str, Any]
-) -> tuple[str | None, tuple[str, ...]]:
-    """How this model differs from the one that the adapter was made for, None when it does not; and what is known."""
+def _base(placed: Placed, folder: Path) -> _OfBase:
+    model, config = placed.model, placed.config
     record = read_record(folder)
     if record is None:
         return None, (
             "no fingerprint of its base, which only afina writes: fit judged by names and shapes alone",
         )
-    here = base_fingerprint(model, without=record.trained)
+    here = base_fingerprint(model, without=record.trained, read=placed.read)
     if same_base(record.fingerprint, here):
         return None, ("its base is this model, by fingerprint",)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from afina import seams
+from afina.adapters.fingerprint import Read
 from afina.adapters.kinds import Kind
 from afina.adapters.names import Entry, places, seen_as
 from afina.errors import AdapterError
@@ -29,6 +30,7 @@ class Placed:
         copies: tensors of the base that were not.
         seen: how the configuration calls each module of the model.
         notes: what was renamed.
+        read: the values of the model's tensors; None takes them from the model.
     """
 
     model: nn.Module
@@ -41,6 +43,11 @@ class Placed:
     copies: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     seen: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
+    read: Read | None = None
+
+    def value(self, name: str) -> Tensor:
+        """The model's tensor of that name."""
+        return self.own[name].detach() if self.read is None else self.read(name)
 
     @property
     def saved(self) -> list[str]:

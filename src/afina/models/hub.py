@@ -274,6 +274,18 @@ def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int
     return model
 
 
+def load_tokenizer(folder: Path, model: Any = None) -> Any:
+    """The tokenizer saved in `folder`; with a pad token that suits `model`, where that is given.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    tokenizer = _tokenizer(folder)
+    if model is not None:
+        repair_pad(model, tokenizer)
+    return tokenizer
+
+
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
