@@ -76,7 +76,7 @@ def cheap(subject: Subject) -> list[Finding]:
     return [
         labels(subject.rows, subject.stops),
         stop_token(subject),
-        template(subject.rows, subject.tokenizer),
+        template(subject.rows, subject.tokenizer, subject.limit),
         lengths(subject.rows, subject.context, subject.settings),
         duplicates(subject.rows),
         overlap(subject.rows, subject.val_rows),

@@ -16,17 +16,23 @@ SAMPLE = 64
 """Rows whose text is made again, spread over all of them: a template's mistake shows in any."""
 
 
-def template(rows: Sequence[Row], tokenizer: Any) -> Finding:
+def template(rows: Sequence[Row], tokenizer: Any, limit: int | None = None) -> Finding:
     """Whether training and generation mean the same: text to ids and back, and the prompt as the row's beginning."""
     if tokenizer is None:
         return skipped("template", "no tokenizer was given")
     looked = [row for row in spread(rows, SAMPLE) if row.label is None]
     if not looked:
         return skipped("template", "the rows are for classification")
-    changed, unsure = _retokenised(looked, tokenizer)
+    # What was cut may end inside a word, whose beginning has other tokens.
+    whole = [row for row in looked if limit is None or len(row.tokens) < limit]
+    changed, unsure = _retokenised(whole, tokenizer)
     prompted = [row for row in looked if "prompt" in row.meta]
     other = [row for row in prompted if not _begins_as_generated(row, tokenizer)]
     rewritten = [row for row in prompted if _rewrites(row, tokenizer)]
+    # Where the prompt is generation's, a row was tokenised apart on purpose: the second of the ways of `data.masks`.
+    good = {id(row) for row in prompted} - {id(row) for row in other}
+    apart = [row for row in changed if id(row) in good]
+    foreign = [row for row in changed if id(row) not in good]
     values = {
         "rows": len(looked),
         "other_ids": len(changed),
@@ -34,41 +40,39 @@ def template(rows: Sequence[Row], tokenizer: Any) -> Finding:
         "rewritten": len(rewritten),
         "not_reversible": len(unsure),
     }
+    of = f"of {counted(len(looked), 'row')}"
     if other:
         return Finding(
             "template",
             "warning",
-            f"in {len(other)} of {counted(len(looked), 'row')} the prompt that generation would use is not how the "
-            f"row begins: {places(other)}",
+            f"in {len(other)} {of} the prompt that generation would use is not how the row begins: {places(other)}",
             "use a chat template whose generation prompt is how it writes an answer",
             values=values,
         )
-    if changed:
+    if foreign:
         return Finding(
             "template",
             "warning",
-            f"the text of {len(changed)} of {counted(len(looked), 'row')} has other tokens when it is read as a "
-            f"whole: {places(changed)}",
-            "put the space or line end between prompt and answer at the start of the answer",
+            f"the text of {len(foreign)} {of} has other tokens than the row: {places(foreign)}",
+            "make the rows with this model's own tokenizer",
             values=values,
         )
-    notes = [
-        f"{counted(len(found), 'row')} {what}"
-        for found, what in (
-            (
-                rewritten,
-                "with earlier turns that the template rewrites, which only the last turn can train",
-            ),
-            (unsure, "whose text the tokenizer does not give back exactly"),
-        )
-        if found
-    ]
+    notes = _notes(apart, rewritten, unsure)
     if notes:
         return Finding("template", "note", "; ".join(notes), values=values)
     said = f"{counted(len(looked), 'row')} looked at: the text gives the same tokens again"
     if prompted:
         said += ", and generation's prompt is how the row begins"
     return Finding("template", "ok", said, values=values)
+
+
+def _notes(apart: Sequence[Row], rewritten: Sequence[Row], unsure: Sequence[Row]) -> list[str]:
+    said = (
+        (apart, "whose prompt and answer are tokenised apart, as in generation"),
+        (rewritten, "with earlier turns that the template rewrites: only the last turn can train"),
+        (unsure, "whose text the tokenizer does not give back exactly"),
+    )
+    return [f"{counted(len(found), 'row')} {what}" for found, what in said if found]
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
