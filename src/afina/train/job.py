@@ -23,7 +23,18 @@ from afina.models.forward import (
     token_losses,
     trained_logits,
 )
-from afina.train import checkpoint, folder, micro, plan, record, result, resume, space, validate
+from afina.train import (
+    checkpoint,
+    durable,
+    folder,
+    micro,
+    plan,
+    record,
+    result,
+    resume,
+    space,
+    validate,
+)
 from afina.train.checkpoint import Contents
 from afina.train.fit import refuse_idle_settings, refuse_rows
 from afina.train.keeper import Keeper
@@ -43,11 +54,29 @@ from afina.train.state import (
     Machine,
     State,
     harmless,
+    on_the_card,
     recorded,
     starting_weights,
 )
 from afina.tree import Edit
 from afina.types import Batch, Row
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a run works on, once the data is read.
+
+    Attributes:
+        rows: for training.
+        val_rows: for validation.
+        reports: of how they came about.
+        resolved: the configuration, for config.yaml.
+    """
+
+    rows: list[Row]
+    val_rows: list[Row]
+    reports: Sequence[DataReport]
+    resolved: Resolved[Any]
 
 
 @dataclass
@@ -89,30 +118,24 @@ class Job:
             self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
         ):
             try:
-                return self._begin(rows, val_rows, reports, resolved, say)
+                with durable.writing("the run's files", self.out, alone=False):
+                    return self._begin(Given(rows, val_rows, reports, resolved), say)
             finally:
                 say.close()
 
-    def _begin(
-        self,
-        rows: list[Row],
-        val_rows: list[Row],
-        reports: Sequence[DataReport],
-        resolved: Resolved[Any],
-        say: Reporter,
-    ) -> Run:
+    def _begin(self, given: Given, say: Reporter) -> Run:
         """From the folder to the first step: at the run's beginning, or where it goes on."""
         options = self.options
         start = resume.origin(self.out, options.resume_from) if options.goes_on else None
         with resume.threads(self.settings.threads or (start.threads if start else None)):
-            now = self._state(rows, val_rows, resolved)
+            now = self._state(given)
             if start is None:
                 if options.goes_on:
                     say.say("the run was stopped before its first step, and begins now")
-                counts = {"train": len(rows), "validation": len(val_rows)}
-                record.write(self.out, resolved, reports, counts, self._machine())
+                counts = {"train": len(given.rows), "validation": len(given.val_rows)}
+                record.write(self.out, given.resolved, given.reports, counts, self._machine())
                 self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
-                return self._train(rows, val_rows, now, (), say)
+                return self._train(given, now, (), say)
             changes = resume.compare(start.state, now, allow=options.allow_changes, say=say)
             done = resume.finished(self.out, start.state, now, changes)
             if done is not None:
@@ -124,8 +147,8 @@ class Job:
             state = self._restore(start, now, changes, say)
             if changes or harmless(start.state, now):
                 told = [*changes, *harmless(start.state, now)]
-                record.write_changes(self.out, resolved, state.step, told)
-            return self._train(rows, val_rows, state, changes, say)
+                record.write_changes(self.out, given.resolved, state.step, told)
+            return self._train(given, state, changes, say)
 
     def _restore(
         self, start: Origin, now: State, changes: Sequence[Difference], say: Reporter
@@ -148,17 +171,17 @@ class Job:
         say.say(f"going on after step {state.step} of {state.total_steps}, {seen}")
         return state
 
-    def _state(self, rows: list[Row], val_rows: list[Row], resolved: Resolved[Any]) -> State:
+    def _state(self, given: Given) -> State:
         """Of step 0, with all that must be equal for a resumed run to be the same run."""
         more: dict[str, Any] = {
             "data.packing": self.options.data_settings.packing,
-            TRAIN_ROWS: fingerprint(rows),
-            VAL_ROWS: fingerprint(val_rows),
+            TRAIN_ROWS: fingerprint(given.rows),
+            VAL_ROWS: fingerprint(given.val_rows),
             BASE: base_fingerprint(self.model, self.edit),
             START: starting_weights(self.edit),
         }
         if self.options.evaluate is not None:
-            found = resolved.config.eval.model_dump(mode="json")
+            found = given.resolved.config.eval.model_dump(mode="json")
             more |= {f"eval.{name}": value for name, value in found.items()}
         return State(
             step=0,
@@ -174,15 +197,12 @@ class Job:
         space.refuse_too_little(self.out, needed, one)
 
     def _train(
-        self,
-        rows: list[Row],
-        val_rows: list[Row],
-        state: State,
-        changes: Sequence[Difference],
-        say: Reporter,
+        self, given: Given, state: State, changes: Sequence[Difference], say: Reporter
     ) -> Run:
         """From `state` to the finished folder."""
-        contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer)
+        rows, val_rows = given.rows, given.val_rows
+        card = on_the_card(state, given.resolved.config.source, len(rows), len(val_rows))
+        contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer, card)
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training

@@ -51,6 +51,7 @@ class Keeper:
     def __post_init__(self) -> None:
         self.saved = self.state.step or None
         self._bad_in_a_row = 0
+        self._scores: Mapping[str, float] = {}
 
     def follow(self, steps: Iterator[Step]) -> None:
         """Runs the steps to their end, until the scores stop improving, or until somebody stops the run.
@@ -121,12 +122,13 @@ class Keeper:
     def _after(self, step: Step, metrics: MetricsFile, board: Any) -> None:
         """Scores, writes and saves what is due after a step."""
         self._count(step)
+        self._scores = {}
         line = step.line()
         if self.changes:
             line["changed"] = {d.name: [d.then, d.now] for d in self.changes}
             self.changes = ()
         if self._due(step.step, self.settings.eval_every) and self.score is not None:
-            scores = self.score(self.model)
+            self._scores = scores = self.score(self.model)
             line.update({f"val_{name}": value for name, value in scores.items()})
             self._judge(scores)
             told = "  ".join(f"val {name} {value:.4f}" for name, value in scores.items())
@@ -196,7 +198,7 @@ class Keeper:
         """Writes the checkpoint of this step, unless it is there."""
         if self.saved == self.state.step:
             return
-        checkpoint.save(self.out, self.contents, self.state)
+        checkpoint.save(self.out, self.contents, self.state, self._scores)
         self.saved = self.state.step
         checkpoint.prune(self.out, self.state, self.settings.keep_last)
 

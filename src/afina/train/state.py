@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
 from afina.config import TrainSettings
 from afina.errors import RunError
@@ -140,6 +141,18 @@ def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[
         for name, value in technique.model_dump(mode="json").items():
             found[f"techniques.{technique.key}.{name}"] = value
     return {**found, **more}
+
+
+def on_the_card(state: State, source: str, rows: int, val_rows: int) -> Record:
+    """What an adapter's card says of the run that made it; nothing of it depends on the machine or the folder."""
+    settings = {k: v for k, v in state.settings.items() if k.startswith(("train.", "data."))}
+    data = {
+        "source": Path(source).name,
+        "rows": rows,
+        "fingerprint": state.settings.get(TRAIN_ROWS),
+        "validation_rows": val_rows,
+    }
+    return Record(data=data, settings={k: v for k, v in settings.items() if v is not None})
 
 
 def starting_weights(edit: Edit) -> str:
