@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from afina.adapters import files
 from afina.errors import AdapterError
@@ -18,10 +16,16 @@ from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from tests import battery
+from tests.adapters.kit import (
+    CONFIG,
+    FILES,
+    WEIGHTS,
+    Tensors,
+    edit_config,
+    edit_tensors,
+    refused,
+)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = {CONFIG, WEIGHTS, "afina.json", "README.md"}
-Tensors = dict[str, Tensor]
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -32,28 +36,6 @@ def folder(tmp_path: Path) -> Path:
     edit = apply(model, [LoRA(rank=4, target=("q_proj", "v_proj"), modules_to_save=("lm_head",))])
     battery.train(model, edit)
     return files.save(edit, tmp_path / "adapter", base="tiny")
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8")) | changes
-    config = {k: v for k, v in config.items() if v != "gone"}
-    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-
-
-def edit_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def refused(folder: Path, model: Any = None) -> str:
-    """The error's text; asserts that the model is bitwise as it was."""
-    model = battery.build("llama", torch.float32) if model is None else model
-    before = battery.picture(model)
-    with pytest.raises(AdapterError) as caught:
-        files.load(model, folder)
-    battery.same_picture(battery.picture(model), before)
-    return str(caught.value)
 
 
 def test_it_loads_as_it_is(folder: Path) -> None:

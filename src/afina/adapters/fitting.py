@@ -140,7 +140,7 @@ def leave_out(placed: Placed, names: list[str]) -> int:
         How many tensors of the file went.
     """
     bad = set(names)
-    parts = [n for n, p in placed.parts.items() if n in bad or any(f"{n}.{k}" in bad for k in p)]
+    parts = [n for n in placed.parts if n in bad or any(name.startswith(f"{n}.") for name in bad)]
     # A module is saved whole, so it goes when one of its tensors does, and a tied one wherever it stands.
     modules = {name.rpartition(".")[0] for name in bad & {*placed.own, *placed.whole}}
     whole = [n for n in placed.whole if n in bad or n.rpartition(".")[0] in modules]

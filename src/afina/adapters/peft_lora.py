@@ -150,8 +150,8 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
         target=tuple(ranks),
         exclude=tuple(n for n in others if any(matches(n, target) for target in ranks)),
         # Here the last of several patterns counts, and in PEFT's files the first.
-        rank_pattern=dict(reversed(_patterns(ranks, config["r"]).items())),
-        alpha_pattern=dict(reversed(_patterns(alphas, config["lora_alpha"]).items())),
+        rank_pattern=dict(reversed(patterns(ranks, config["r"]).items())),
+        alpha_pattern=dict(reversed(patterns(alphas, config["lora_alpha"]).items())),
         modules_to_save=tuple(places.whole),
     )
 
@@ -162,9 +162,9 @@ def _rank(parts: Parts) -> int:
     return a.shape[0] if a.dim() else 0
 
 
-def pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+def pattern(found: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """PEFT's rule: the first pattern that matches the name or its end as a regular expression."""
-    for key, value in (patterns or {}).items():
+    for key, value in (found or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", name):
             return value
     return default
@@ -199,13 +199,13 @@ def _config(edit: Edit) -> dict[str, Any]:
         "use_dora": False,
         "bias": "none",
         "fan_in_fan_out": any(delta.kind == "conv1d" for delta in deltas.values()),
-        "rank_pattern": _patterns(ranks, lora.rank),
-        "alpha_pattern": {n: _plain(a) for n, a in _patterns(alphas, lora.alpha).items()},
+        "rank_pattern": patterns(ranks, lora.rank),
+        "alpha_pattern": {n: _plain(a) for n, a in patterns(alphas, lora.alpha).items()},
         "init_lora_weights": True,
     }
 
 
-def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+def patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """Names with other values than the default, such that PEFT reads them as they are meant.
 
     It takes a name for the end of longer ones too, and the first that matches counts: so longer names stand first, and
