@@ -66,7 +66,7 @@ def marked(row: Row, tokenizer: Any) -> list[tuple[Kind, str]]:
     """The row's text in pieces, each with its kind; joined they are the whole text, made safe to print."""
     special = set(tokenizer.all_special_ids)
     special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    kinds = [
+    kinds: list[Kind] = [
         _kind(trained, id in special) for id, trained in zip(row.tokens, row.trained, strict=True)
     ]
     parts: list[tuple[Kind, str]] = []
