@@ -20,7 +20,6 @@ from afina.config import (
     build,
     dump,
     load_config,
-    schema,
 )
 from afina.config.document import read_text, scalar, write
 from afina.errors import ConfigError, TechniqueError
@@ -521,14 +520,3 @@ def test_dump_says_where_each_value_came_from(here: Path) -> None:
         ("steps: 10", "--set"),
         ("seed: 3", "--seed"),
     }
-
-
-def test_schema_knows_every_setting() -> None:
-    made = schema(techniques=TABLE, data_settings=Data)
-    assert list(made["properties"]) == [
-        "model", "revision", "data", "val", "techniques", "train", "eval",
-    ]  # fmt: skip
-    assert set(made["$defs"]["TrainSettings"]["properties"]) == set(TrainSettings.model_fields)
-    assert "source" in made["$defs"]["Data"]["properties"]
-    assert made["$defs"]["Low"]["properties"]["rank"]["minimum"] == 1
-    assert made["properties"]["techniques"]["items"]["anyOf"][0] == {"enum": ["low", "prune"]}
