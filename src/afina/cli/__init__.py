@@ -49,7 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     Returns:
         0 done; 2 wrong usage or settings; 3 data, 4 model, 5 technique, 6 adapter, 7 run (the kinds of `AfinaError`);
-        130 interrupted; 141 nobody reads the output. Any other exception is a defect of afina, and passes with its traceback.
+        130 interrupted; 141 nobody reads the output on. Any other exception is a defect of afina, and passes with its
+        traceback.
     """
     words = list(sys.argv[1:] if words is None else words)
     try:
