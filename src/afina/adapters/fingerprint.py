@@ -67,9 +67,8 @@ def _fingerprint(
     for name, parameter in sorted(_base(model).items()):
         if id(parameter) in left_out:
             continue
-        tensor = parameter.detach() if read is None else read(name)
-        half |= tensor.dtype == torch.float16
-        sample = _sample(tensor)
+        sample = _sample(parameter.detach() if read is None else read(name))
+        half |= sample.dtype == torch.float16
         head = f"{name}{tuple(parameter.shape)}".encode()
         values.update(head + _as_bf16(sample))
         signs.update(head + torch.signbit(sample.double()).numpy().tobytes())

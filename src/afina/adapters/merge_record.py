@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def make(
         record["untied"] = list(written.untied)
     if verdict is not None:
         record["check"] = asdict(verdict)
-    return record
+    return _plain(record)
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
@@ -94,7 +95,16 @@ def mark(record: dict[str, Any]) -> str:
 
 
 def _json(record: dict[str, Any]) -> str:
-    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lines(record: dict[str, Any]) -> list[str]:

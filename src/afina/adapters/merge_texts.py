@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,5 +116,9 @@ def _asked(tokenizer: Any, text: str) -> Prompt:
 
 
 def _of_prompt(tokenizer: Any, prompt: Prompt) -> Text:
+    if not getattr(tokenizer, "chat_template", None) and not isinstance(prompt, str):
+        (first, *more) = prompt
+        if isinstance(first, Mapping) and not more:
+            prompt = str(first.get("content"))
     tokens = tuple(encode(tokenizer, prompt))
     return Text(tokens, tokens)

@@ -5,6 +5,7 @@ Weights are read from safetensors only, and code that comes with a model is neve
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ def load(
     """
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
+    _warn_unverified(source, folder)
     config = _config(folder)
     kind = task or task_of(config, num_labels)
     started = time.perf_counter()
@@ -69,6 +71,21 @@ def load(
     seconds = time.perf_counter() - started
     log.info("%s (%s) on %s in %.1f s; %s", source, kind, place, seconds, precision)
     return model, tokenizer
+
+
+def _warn_unverified(source: str | Path, folder: Path) -> None:
+    """Says so when a merge made this model and did not find it right; see `adapters/merge_record.py`."""
+    for record in (folder / "merge.json", local(f"{source}.merge.json")):
+        if not exists(record):
+            continue
+        try:
+            verified = json.loads(record.read_text(encoding="utf-8"))["verified"]
+        except (OSError, ValueError, KeyError, TypeError):
+            verified = None
+        if verified is not True:
+            log.warning(
+                "%s was merged from an adapter and was not verified: %s says why", source, record
+            )
 
 
 def resolve(
@@ -123,6 +140,7 @@ def task_of(config: Any, num_labels: int | None = None) -> Task:
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         if causal and not getattr(config, "is_encoder_decoder", False):
+            _refuse_seeing(config, architecture)
             return "causal"
         raise ModelError(
             "afina adapts causal language models and encoders",
@@ -133,6 +151,19 @@ def task_of(config: Any, num_labels: int | None = None) -> Task:
     if architecture or type(config) in MODEL_FOR_MASKED_LM_MAPPING or not causal:
         return "encoder"
     return "causal"
+
+
+def _refuse_seeing(config: Any, architecture: str) -> None:
+    """Raises for a model that sees the tokens it is to predict."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
+        raise ModelError(
+            "this model sees the tokens that it should predict",
+            got=f"{architecture} with is_decoder false in config.json",
+            wanted="a decoder, or the same model as an encoder: task='encoder'",
+            cure="set is_decoder to true in config.json if it was trained as a decoder",
+        )
 
 
 def _looks_local(name: str) -> bool:
