@@ -23,6 +23,7 @@ from afina.techniques.lora import LoRA
 from afina.train import plan
 from afina.train.preflight import Finding
 from afina.types import Row
+from demo import calls
 from tests.reports.kit import POINTS, Case, model
 from tests.tiny import tiny_gpt2
 
@@ -338,3 +339,30 @@ def test_quick_leaves_out_what_runs_the_model(
     assert [f.name for f in checked.findings] == list(POINTS)
     left_out = [f.name for f in checked.findings if f.status == "skipped"]
     assert left_out == ["packing", "start", "first step", "pace"]
+
+
+# --- a real model ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_demo_is_sound_on_a_real_model(tmp_path: Path) -> None:
+    loaded, tokenizer = afina.load("smollm2-135m", dtype="fp32", device="cpu")
+    train, test = calls.write(tmp_path, train=24, test=4)
+    edit = afina.apply(loaded, [LoRA(rank=8)])
+    before = loaded.get_input_embeddings().weight.sum(), loaded.lm_head.weight.sum()
+    checked = afina.check(
+        loaded, tokenizer, train, edit, tmp_path / "run", val=test, rows_per_step=4, micro_rows=4
+    )
+    assert {f.name: f.status for f in checked.findings} == dict.fromkeys(POINTS, "ok")
+    assert checked["stop token"].values["stop_tokens"] == ["<|im_end|>"]
+    assert checked["first step"].values["tensors"] == 2 * 7 * 30
+    start = checked["start"].values
+    assert start["loss"] == start["base_loss"] < 4 < start["chance"]
+    assert checked["packing"].values["relative_error"] < 1e-5
+    assert not any(bool(p.any()) for n, p in edit.trainable().items() if n.endswith(".b"))
+    assert before == (loaded.get_input_embeddings().weight.sum(), loaded.lm_head.weight.sum())
+    # What is wrong with the data is found on the real template and vocabulary too.
+    rows = [json.loads(line) for line in train.read_text(encoding="utf-8").splitlines()]
+    spoilt = [*rows, rows[0]]
+    quick = afina.check(loaded, tokenizer, spoilt, edit, val=[rows[1]], quick=True)
+    assert (quick["duplicates"].status, quick["overlap"].status) == ("warning", "warning")

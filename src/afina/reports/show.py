@@ -74,7 +74,8 @@ def marked(row: Row, tokenizer: Any) -> list[tuple[Kind, str]]:
         if len(set(kinds[start:end])) == 1:
             parts.append((kinds[start], safe(text)))
         else:
-            parts += [(kinds[at], _bytes(tokenizer, row.tokens[at])) for at in range(start, end)]
+            for at in range(start, end):
+                parts.append((kinds[at], _bytes(tokenizer, row.tokens[at])))
     return parts
 
 

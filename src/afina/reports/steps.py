@@ -32,7 +32,7 @@ DAY_S = 86_400
 def start(trial: Trial) -> Finding:
     """The loss before the first step, beside the base's and beside guessing."""
     rows = next(trial.windows())
-    parts = micro.cut(rows, rows_each=1, tokens_each=None)
+    parts = micro.cut(rows, rows_each=None, tokens_each=micro.MOST_TOKENS)
     with packing(trial.model, trial.packed):
         loss = mean_loss(trial.model, parts, trial.collate)
         with without(trial.edit):
