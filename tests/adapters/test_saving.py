@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftConfig
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 import afina
@@ -259,15 +260,17 @@ def test_the_model_card_s_lines_work(tmp_path: Path) -> None:
 
 
 def test_a_name_that_ends_like_a_longer_one_keeps_its_own_rank() -> None:
-    """PEFT takes `layers.0.x` for the end of `more.layers.0.x`, and the first pattern that matches counts."""
-
+    """PEFT takes `layers.0.q` for the end of `more.layers.0.q`, and sorts the patterns that it is given."""
     values = {"layers.0.q": 2, "more.layers.0.q": 4, "x.more.layers.0.q": 3, "layers.1.q": 4}
     written = patterns(values, 4)
-    assert list(written) == ["x.more.layers.0.q", "more.layers.0.q", "layers.0.q"]
-    assert {n: pattern(written, n, 4) for n in values} == values
-    # The control: what is not the default alone reads otherwise.
+    assert set(written) == {"^layers.0.q", "x.more.layers.0.q"}
+    for order in (sorted(written), sorted(written, reverse=True)):
+        table = {key: written[key] for key in order}
+        assert {n: pattern(table, n, 4) for n in values} == {n: [v] for n, v in values.items()}
+        assert {n: table.get(get_pattern_key(order, n), 4) for n in values} == values
+    # The control: bare names read otherwise.
     bare = {n: v for n, v in values.items() if v != 4}
-    assert {n: pattern(bare, n, 4) for n in values} != values
+    assert {n: bare.get(get_pattern_key(sorted(bare), n), 4) for n in values} != values
 
 
 def test_what_is_in_the_file_is_what_is_in_memory(tmp_path: Path) -> None:

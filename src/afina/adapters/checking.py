@@ -55,6 +55,7 @@ def part_problems(placed: Placed) -> list[Problem]:
         (name, f"{CONFIG} names it, and {LACKS}")
         for name in absent
         if not f"{name}.".startswith(inside)
+        and (placed.sites[name].block is None or name.startswith(placed.stacks))
     ]
     return problems
 

@@ -112,7 +112,7 @@ def refuse_settings(config: Config, kinds: Mapping[str, Kind], where: object) ->
         for key, types in allowed.types.items()
         if key in config
         and (config[key] is not None or key in allowed.needed)
-        and (not isinstance(config[key], types) or isinstance(config[key], bool))
+        and type(config[key]) not in types  # true is no number
     ]
     problems += [
         f"{key} = {config[key]!r}: not a list of {item.__name__}"

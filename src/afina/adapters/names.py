@@ -83,7 +83,7 @@ def entries(
 
 def places(
     modules: Iterable[str], known: set[str], fits: Callable[[str, str], bool]
-) -> tuple[dict[str, str], dict[Move, int]]:
+) -> tuple[dict[str, str], dict[Move, list[str]]]:
     """The model's own name of each module of a file.
 
     Args:
@@ -92,23 +92,22 @@ def places(
         fits: whether a module of the file can be this one of the model, by its shapes.
 
     Returns:
-        Own name by name in the file, also for what the model does not have (as PEFT writes it then); and how many
-        modules each move other than PEFT's own moved.
+        Own name by name in the file, also for what the model does not have (as PEFT writes it then); and the modules
+        that each move brought to their places, PEFT's own among them.
 
     Raises:
         AdapterError: when several moves fit.
     """
     found: dict[str, str] = {}
-    used: dict[Move, int] = {}
+    used: dict[Move, list[str]] = {}
     moves = [STANDARD]
     for group in _groups(modules):
         move = next((m for m in moves if any(_moved(n, m) in known for n in group)), None)
         if move is None:
             move = _search(group, known, fits) or STANDARD
             moves.append(move)
-        if move != STANDARD:
-            used[move] = used.get(move, 0) + len(group)
         found.update({name: _moved(name, move) or name for name in group})
+        used.setdefault(move, []).extend(found[name] for name in group)
     return found, used
 
 

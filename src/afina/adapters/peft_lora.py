@@ -40,6 +40,7 @@ _ALLOWED = Allowed(
         "layers_to_transform": (list, int),
         "rank_pattern": (dict,),
         "alpha_pattern": (dict,),
+        "use_rslora": (bool,),
     },
     items={
         "target_modules": str,
@@ -69,7 +70,7 @@ _ALLOWED = Allowed(
         "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
         "fan_in_fan_out", "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config", "megatron_config",
         "megatron_core", "merge_weights", "peft_version", "qalora_group_size", "revision", "runtime_config",
-        "task_type", "use_rslora",
+        "task_type",
     }),
     cures={"init_lora_weights": _CONVERT},
 )  # fmt: skip
@@ -130,16 +131,26 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
         AdapterError: when the ranks of the file are others than those of the configuration.
     """
     ranks = {name: _rank(parts) for name, parts in places.parts.items()}
-    seen = places.seen
-    alphas = {n: pattern(config.get("alpha_pattern"), seen[n], config["lora_alpha"]) for n in ranks}
-    expected = {n: pattern(config.get("rank_pattern"), seen[n], config["r"]) for n in ranks}
+    said = {n: pattern(config.get("rank_pattern"), places.seen[n], config["r"]) for n in ranks}
+    alphas = {
+        n: pattern(config.get("alpha_pattern"), places.seen[n], config["lora_alpha"]) for n in ranks
+    }
     lying = [
-        f"{n}: file {r}, configuration {expected[n]}" for n, r in ranks.items() if r != expected[n]
+        f"{n}: file {rank}, configuration {_or(said[n])}"
+        for n, rank in ranks.items()
+        if rank not in said[n]
     ]
     if lying:
         raise AdapterError(
             f"ranks in the file and in the configuration differ, at {len(lying)} places",
             got="; ".join(lying[:4]),
+        )
+    unsure = [f"{n}: {_or(values)}" for n, values in alphas.items() if len(values) > 1]
+    if unsure:
+        raise AdapterError(
+            f"several patterns of alpha_pattern name one place, at {len(unsure)} places",
+            got="; ".join(unsure[:4]),
+            cure="the first counted in training, and PEFT sorts them when it saves: keep the one that counted",
         )
     others = (s.name for s in seams.map_sites(model) if s.name not in ranks)
     return LoRA(
@@ -149,9 +160,8 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
         rslora=bool(config.get("use_rslora")),
         target=tuple(ranks),
         exclude=tuple(n for n in others if any(matches(n, target) for target in ranks)),
-        # Here the last of several patterns counts, and in PEFT's files the first.
-        rank_pattern=dict(reversed(patterns(ranks, config["r"]).items())),
-        alpha_pattern=dict(reversed(patterns(alphas, config["lora_alpha"]).items())),
+        rank_pattern=_exactly(ranks, config["r"]),
+        alpha_pattern=_exactly({n: a for n, (a,) in alphas.items()}, config["lora_alpha"]),
         modules_to_save=tuple(places.whole),
     )
 
@@ -162,12 +172,28 @@ def _rank(parts: Parts) -> int:
     return a.shape[0] if a.dim() else 0
 
 
-def pattern(found: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that matches the name or its end as a regular expression."""
-    for key, value in (found or {}).items():
-        if re.fullmatch(rf"(.*\.)?({key})", name):
-            return value
-    return default
+def _or(values: list[Any]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _exactly(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """Names with other values than the default, as `LoRA` reads them.
+
+    It takes a name for the end of longer ones too, and the last that matches counts: so longer names stand last, and a
+    name stands there with the default where a shorter one would catch it.
+    """
+    other = {n for n, v in values.items() if v != default}
+    caught = {n for n in values if any(n.endswith(f".{shorter}") for shorter in other)}
+    return {n: values[n] for n in sorted(other | caught, key=lambda n: (len(n), n))}
+
+
+def pattern(found: Mapping[str, Any] | None, name: str, default: Any) -> list[Any]:
+    """The values of the patterns that match a name, or its end, as regular expressions; the default where none does.
+
+    In PEFT the first that matches counts; but it sorts them when it saves, so that of several nobody knows the first.
+    """
+    values = [v for k, v in (found or {}).items() if re.fullmatch(rf"(.*\.)?({k})", name)]
+    return [v for i, v in enumerate(values) if v not in values[:i]] or [default]
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -206,14 +232,15 @@ def _config(edit: Edit) -> dict[str, Any]:
 
 
 def patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
-    """Names with other values than the default, such that PEFT reads them as they are meant.
+    """Names with other values than the default, as PEFT reads them: regular expressions for the end of a name.
 
-    It takes a name for the end of longer ones too, and the first that matches counts: so longer names stand first, and
-    a name stands there with the default where a shorter one would catch it.
+    A name that is the end of a longer one is tied to its beginning, so that no order matters.
     """
-    other = {n for n, v in values.items() if v != default}
-    caught = {n for n in values if any(n.endswith(f".{shorter}") for shorter in other)}
-    return {n: values[n] for n in sorted(other | caught, key=lambda n: (-len(n), n))}
+    return {
+        f"^{n}" if any(longer.endswith(f".{n}") for longer in values) else n: value
+        for n, value in sorted(values.items())
+        if value != default
+    }
 
 
 def _alpha(delta: LoRADelta, lora: LoRA) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.adapters.fingerprint import Read
 from afina.adapters.kinds import Kind
-from afina.adapters.names import Entry, places, seen_as
+from afina.adapters.names import STANDARD, Entry, Move, places, seen_as
 from afina.errors import AdapterError
 
 
@@ -29,6 +29,7 @@ class Placed:
         whole: tensors of the base that were trained, by the model's names.
         copies: tensors of the base that were not.
         seen: how the configuration calls each module of the model.
+        stacks: beginnings of the names of the blocks that the file is about; the model may have others beside them.
         notes: what was renamed.
         read: the values of the model's tensors; None takes them from the model.
     """
@@ -42,6 +43,7 @@ class Placed:
     whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     copies: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     seen: dict[str, str] = field(default_factory=dict[str, str])
+    stacks: tuple[str, ...] = ("",)
     notes: list[str] = field(default_factory=list[str])
     read: Read | None = None
 
@@ -91,8 +93,18 @@ def place(
             raise AdapterError("two tensors of the file have one place", got=entry.key)
         group[key] = entry.tensor
     placed.seen.update(seen_as([*modules, *where.values()], moves))
+    placed.stacks = _stacks(sites, moves) or ("",)
     placed.notes += [
-        f"{count} modules: {old + '…'!r} in the file is {new + '…'!r} in this model"
-        for (old, new), count in moves.items()
+        f"{len(names)} modules: {move[0] + '…'!r} in the file is {move[1] + '…'!r} in this model"
+        for move, names in moves.items()
+        if move != STANDARD
     ]
     return placed
+
+
+def _stacks(
+    sites: Mapping[str, seams.MapSite], moves: Mapping[Move, Iterable[str]]
+) -> tuple[str, ...]:
+    """What the names of blocks begin with, after the moves that brought any into blocks."""
+    inside = {name for name, site in sites.items() if site.block is not None}
+    return tuple(new for (_, new), names in moves.items() if inside & set(names))
