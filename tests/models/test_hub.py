@@ -130,6 +130,15 @@ def test_an_encoder_decoder_is_refused():
         task_of(config)
 
 
+def test_a_model_that_sees_what_it_should_predict_is_refused():
+    config = BertConfig()
+    config.architectures = ["BertLMHeadModel"]
+    with pytest.raises(ModelError, match="sees the tokens that it should predict"):
+        task_of(config)
+    config.is_decoder = True
+    assert task_of(config) == "causal"
+
+
 def copy(folder, target, *without):
     shutil.copytree(folder, target)
     for name in without:

@@ -20,8 +20,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
+from afina import seams
 from afina.config import GenerateSettings, of_kind
 from afina.errors import ModelError, counted
+from afina.models.forward import context_of
 from afina.models.prompts import Prompt, check_pair, check_prompts, encode
 from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
@@ -155,6 +157,14 @@ def _check_generates(model: Any) -> None:
             wanted="a causal language model",
             cure="use `afina eval` for a classifier",
         )
+    first = seams.first_position(model)
+    if first:
+        raise ModelError(
+            "transformers gives this model wrong positions when it generates",
+            got=f"{type(model).__name__}, whose rows begin at position {first}; generation begins them at 0",
+            wanted="a model that counts its positions from 0",
+            cure="measure its loss: afina eval … --metrics loss",
+        )
 
 
 def _check_ids(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> None:
@@ -171,7 +181,7 @@ def _check_ids(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> 
 
 def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings, row: int) -> int:
     """The most tokens this prompt's answer may have: as set, or what the context leaves."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_of(model)
     if limit is None:
         return settings.max_new_tokens
     if len(ids) >= limit:

@@ -54,7 +54,7 @@ def check_loaded(
             wanted="config.json and weights of one model",
             cure="copy config.json of the original model",
         )
-    if left:
+    if left and not new_head:  # where a head was left out on purpose, its tensors are
         log.warning(
             "%s: %d tensors have no place in the model and are left out: %s",
             source,

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ModelError, counted
+from ..errors import DataError, ModelError, counted
+from ..types import Row
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,25 @@ def outside(model: Any, ids: Iterable[int]) -> list[int]:
     """The ids that the model has no embedding for."""
     rows = model.get_input_embeddings().weight.shape[0]
     return sorted({id for id in ids if not 0 <= id < rows})
+
+
+def refuse_outside(model: Any, tokenizer: Any, rows: Iterable[Row]) -> None:
+    """Raises for a row with an id that the model has no embedding for, which would end its forward pass.
+
+    Raises:
+        DataError: naming the row and the token.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    for row in rows:
+        if max(row.tokens, default=0) >= size:
+            strange = outside(model, row.tokens)[0]
+            name = "" if tokenizer is None else f"{tokenizer.decode([strange])!r}, "
+            raise DataError(
+                f"{row.source or row.id}: a token that the model has no embedding for",
+                got=f"{name}id {strange}",
+                wanted=f"ids below {size}",
+                cure="take it out of the data, or use the tokenizer that the model was trained with",
+            )
 
 
 def spare_token(tokenizer: Any, taken: set[int]) -> str:
