@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,21 @@ from afina.config import TrainSettings
 from afina.data.dataset import Prepared, prepare
 from afina.data.settings import DataSettings
 from afina.errors import DataError
+from afina.table import apply
+from afina.techniques.lora import LoRA
 from afina.train import preflight
+from afina.train.options import RunOptions
 from afina.train.preflight import Finding, Subject
 from afina.train.preflight.labels import labels, stop_token, turns
 from afina.train.preflight.lengths import histogram, lengths
 from afina.train.preflight.template import spread, template
 from afina.train.preflight.twice import duplicates, overlap
+from afina.train.report import Silent
+from afina.train.run import train
 from afina.types import Row
 from tests.data import kit
 from tests.data.kit import tokenizer_of
+from tests.tiny import byte_tokenizer, tiny_llama
 
 
 def row(number: int, tokens: tuple[int, ...], trained: str, **more: Any) -> Row:
@@ -308,3 +315,63 @@ def test_a_run_says_warnings_and_notes_and_stops_at_an_error() -> None:
             [*found, Finding("lengths", "error", "too long", "cut")], said.append
         )
     assert caught.value.cure == "cut"
+
+
+class Listener(Silent):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def trained(out: Path, data: Any, **more: Any) -> list[str]:
+    """What a run of one step says."""
+    listener = Listener()
+    model = tiny_llama()
+    train(
+        model,
+        byte_tokenizer(),
+        data,
+        apply(model, [LoRA(rank=2)]),
+        out,
+        steps=1,
+        micro_rows=4,
+        options=RunOptions(reporter=listener),
+        **more,
+    )
+    return listener.said
+
+
+ROWS = [{"prompt": f"say {n}", "completion": str(n)} for n in range(6)]
+
+
+def told(said: list[str]) -> list[str]:
+    return [line for line in said if line.startswith(("warning:", "note:"))]
+
+
+def test_a_run_makes_the_cheap_points(tmp_path: Path) -> None:
+    said = told(trained(tmp_path / "run", ROWS, val=[ROWS[2]]))
+    assert "warning: overlap: 1 validation rows are also training rows" in said[-1]
+    # The tiny model's generation settings name no stop at all.
+    assert "note: stop token: every trained turn (6) ends with <|im_end|>" in said[0]
+    assert len(said) == 2
+
+
+def test_repetitions_are_said_once(tmp_path: Path) -> None:
+    said = trained(tmp_path / "read", [*ROWS, ROWS[0]])
+    assert sum("earlier row" in line for line in said) == 1
+    assert not any("duplicates" in line for line in said)
+    rows = prepare([*ROWS, ROWS[0]], byte_tokenizer(), DataSettings()).rows
+    given = told(trained(tmp_path / "given", rows))
+    assert sum("warning: duplicates: 1 row say" in line for line in given) == 1
+
+
+def test_a_worthless_run_is_stopped_before_anything_is_written(tmp_path: Path) -> None:
+    good = prepare(ROWS, byte_tokenizer(), DataSettings()).rows
+    long = Row((97,) * 300, (True,) * 300, 6, "a.jsonl:7")
+    with pytest.raises(DataError, match=r"a\.jsonl:7 has 300 tokens, and the model reads 256"):
+        trained(tmp_path / "run", [*good, long])
+    assert not (tmp_path / "run").exists()

@@ -15,7 +15,6 @@ from afina.config import Resolved, TrainSettings
 from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
 from afina.data.settings import DataSettings
-from afina.data.split import shared
 from afina.errors import counted
 from afina.models.forward import (
     packing,
@@ -29,6 +28,7 @@ from afina.train import (
     folder,
     micro,
     plan,
+    preflight,
     record,
     result,
     resume,
@@ -44,7 +44,7 @@ from afina.train.options import RunOptions
 from afina.train.report import Reporter, reporter
 from afina.train.result import Run
 from afina.train.resume import Origin
-from afina.train.rows import read_rows
+from afina.train.rows import are_rows, read_rows
 from afina.train.state import (
     BASE,
     START,
@@ -102,13 +102,7 @@ class Job:
             say.say(f"held out for validation, by content: {len(val_rows)} rows; {len(rows)} train")
         refuse_rows(rows, val_rows)
         refuse_idle_settings(self.settings, bool(val_rows))
-        pairs = shared(rows, val_rows)
-        if pairs:
-            one, other = pairs[0]
-            say.say(
-                f"warning: {len(pairs)} validation rows are also training rows, so their score is too "
-                f"good (row {one.source or one.id} is {other.source or other.id})"
-            )
+        self._look_at(rows, val_rows, say, given=are_rows(data))
         say.say(self.edit.summary())
         self.total_steps = plan.total_steps(self.settings, rows)
         folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
@@ -122,6 +116,20 @@ class Job:
                     return self._begin(Given(rows, val_rows, reports, resolved), say)
             finally:
                 say.close()
+
+    def _look_at(self, rows: list[Row], val_rows: list[Row], say: Reporter, *, given: bool) -> None:
+        """The cheap points of `afina check`: what would spoil the run is said, or stops it."""
+        subject = preflight.subject_of(
+            self.model,
+            self.tokenizer,
+            (rows, val_rows),
+            self.settings,
+            self.options.data_settings,
+            given=given,
+        )
+        # Of rows that were read, the report has told the repetitions.
+        told = () if given else ("duplicates",)
+        preflight.say_and_refuse(preflight.cheap(subject), say.say, told)
 
     def _begin(self, given: Given, say: Reporter) -> Run:
         """From the folder to the first step: at the run's beginning, or where it goes on."""

@@ -14,13 +14,13 @@ from torch import nn
 from afina.config import TrainSettings
 from afina.data.settings import DataSettings
 from afina.errors import DataError
+from afina.models.forward import context_of
 from afina.models.stops import stop_ids
 from afina.train.preflight.finding import Finding, Status, Subject, of_error, place, skipped
 from afina.train.preflight.labels import labels, stop_token
 from afina.train.preflight.lengths import lengths
 from afina.train.preflight.template import template
 from afina.train.preflight.twice import duplicates, overlap
-from afina.train.rows import context_of
 from afina.types import Row
 
 __all__ = [
