@@ -1,4 +1,4 @@
-"""Loading is all or nothing, on the right base, and says so; allow_partial applies what fits and lists what does not."""
+"""Loading is all or nothing, on the right base, and says so; in part it applies what fits, and lists what does not."""
 
 from __future__ import annotations
 
