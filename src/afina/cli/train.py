@@ -126,7 +126,9 @@ def command(
 def flags_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted path, as options give them; None for an option that was not used."""
     # A list option that was not used is empty, which must not take the place of a list in the file.
-    return {path: None if given.get(name) == [] else given.get(name) for name, path in FLAGS.items()}
+    return {
+        path: None if given.get(name) == [] else given.get(name) for name, path in FLAGS.items()
+    }
 
 
 def resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
