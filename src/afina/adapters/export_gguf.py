@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,25 @@ FORMATS: Mapping[str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
 }
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False}
+
+
+def _words(digits: str) -> tuple[Mapping[str, Any], ...]:
+    """Words as GPT-4 splits them, and numbers in pieces of so many digits."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return ({**split, "invert": False}, {**_BYTES, "use_regex": False})
+
+
 PRE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "gpt-2": ({**_BYTES, "use_regex": True},),
     "smollm": ({"type": "Digits", "individual_digits": True}, {**_BYTES, "use_regex": True}),
+    "llama-bpe": _words(r"\p{N}{1,3}"),
+    "qwen2": _words(r"\p{N}"),
 }
 """`tokenizer.ggml.pre` -> the steps of the pre-tokenizer that it means."""
 
@@ -75,18 +92,18 @@ def export(folder: Path, file: Path, dtype: str) -> None:
     """
     skeleton = hub.skeleton(folder)
     arch = _arch_of(skeleton.config)
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-    _write_settings(writer, skeleton.config, dtype)
-    _write_tokenizer(writer, hub.load_tokenizer(folder), skeleton.config.vocab_size)
     tensors = list(_tensors(skeleton, arch, folder, dtype))
-    for one in tensors:
-        writer.add_tensor_info(one.name, one.byte_shape, one.numpy_dtype, one.size_bytes, one.kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for one in tensors:
-        writer.write_tensor_data(one.values())
-    writer.close()
+    with closing(gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])) as writer:
+        _write_settings(writer, skeleton.config, dtype)
+        _write_tokenizer(writer, hub.load_tokenizer(folder), skeleton.config.vocab_size)
+        for one in tensors:
+            size, kind = one.size_bytes, one.kind
+            writer.add_tensor_info(one.name, one.byte_shape, one.numpy_dtype, size, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for one in tensors:
+            writer.write_tensor_data(one.values())
 
 
 # --- the model -------------------------------------------------------------------------------------------------
