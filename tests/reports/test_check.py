@@ -111,6 +111,19 @@ def test_rows_with_a_class_cannot_train_yet(tmp_path: Path) -> None:
     assert checked["first step"].status == "skipped"
 
 
+def test_rows_that_the_model_cannot_read_are_told_and_not_run(tmp_path: Path) -> None:
+    """GPT-2 has no position beyond its context: its pass would end in an error of torch."""
+    gpt2 = tiny_gpt2(dtype=torch.float32, n_positions=40)
+    case = Case(tmp_path, model=gpt2, val=None)
+    case.data = [*case.rows(), Row((97,) * 41, (True,) * 41, 40, "a.jsonl:41")]
+    checked = case.check()
+    assert checked["lengths"].seen == "a.jsonl:41 has 41 tokens, and the model reads 40"
+    skipped = [f.name for f in checked.findings if f.status == "skipped"]
+    assert skipped == ["overlap", "packing", "start", "first step", "pace"]
+    case.data = [Row((97, 260), (False, True), 0)]
+    assert "no embedding for" in case.check()["format"].seen
+
+
 def test_a_model_whose_numbers_are_broken_is_told_at_its_start(tmp_path: Path) -> None:
     case = Case(tmp_path)
     with torch.no_grad():

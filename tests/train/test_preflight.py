@@ -239,24 +239,29 @@ def of_lengths(*numbers: int) -> list[Row]:
 
 def test_a_row_longer_than_the_context_is_an_error() -> None:
     rows = of_lengths(3, 12, 5)
-    finding = lengths(rows, 11, TrainSettings())
+    finding = lengths(rows, [], 11, TrainSettings())
     assert finding.status == "error"
     assert finding.seen == "a.jsonl:2 has 12 tokens, and the model reads 11"
-    fits = lengths(rows, 12, TrainSettings())
+    fits = lengths(rows, [], 12, TrainSettings())
     assert (fits.status, fits.values) == (
         "ok",
         {"min": 3, "max": 12, "mean": 20 / 3, "context": 12},
     )
-    assert lengths(rows, None, TrainSettings()).status == "ok"
+    assert lengths(rows, [], None, TrainSettings()).status == "ok"
+    other = lengths(rows, of_lengths(13), 12, TrainSettings())
+    assert (other.status, other.seen) == (
+        "error",
+        "a.jsonl:1 has 13 tokens, and the model reads 12",
+    )
 
 
 def test_a_row_longer_than_a_micro_batch_or_a_step_is_a_warning() -> None:
     rows = of_lengths(3, 12)
     for settings in ({"micro_tokens": 11}, {"tokens_per_step": 11}):
-        finding = lengths(rows, 99, TrainSettings(**settings))
+        finding = lengths(rows, [], 99, TrainSettings(**settings))
         assert finding.status == "warning"
         assert next(iter(settings)) in finding.seen
-    assert lengths(rows, 99, TrainSettings(tokens_per_step=12, micro_tokens=12)).status == "ok"
+    assert lengths(rows, [], 99, TrainSettings(tokens_per_step=12, micro_tokens=12)).status == "ok"
 
 
 def test_the_histogram_counts_every_row_once() -> None:
@@ -374,4 +379,6 @@ def test_a_worthless_run_is_stopped_before_anything_is_written(tmp_path: Path) -
     long = Row((97,) * 300, (True,) * 300, 6, "a.jsonl:7")
     with pytest.raises(DataError, match=r"a\.jsonl:7 has 300 tokens, and the model reads 256"):
         trained(tmp_path / "run", [*good, long])
+    with pytest.raises(DataError, match="no embedding for"):
+        trained(tmp_path / "run", [*good, replace(good[0], tokens=(*good[0].tokens[:-1], 999))])
     assert not (tmp_path / "run").exists()

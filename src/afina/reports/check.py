@@ -117,7 +117,8 @@ class Case:
             found += self._of_rows(rows, val_rows, given=are_rows(data))
         validates = bool(val_rows) or (val is not None and not rows)
         found.append(settings_points.idle(self.settings, validates))
-        found += self._of_run(rows, val_rows)
+        broken = [f.name for f in found if f.name in ("labels", "lengths") and f.status == "error"]
+        found += self._of_run(rows, val_rows, f"see {' and '.join(broken)}" if broken else "")
         return Checked(tuple(found), tuple(rows), self.tokenizer)
 
     def _fit(self) -> list[Finding]:
@@ -194,8 +195,14 @@ class Case:
             found[0] = of_error("labels", error)
         return found
 
-    def _of_run(self, rows: list[Row], val_rows: list[Row]) -> list[Finding]:
-        """The points about the settings and, unless all is to be quick, those that run the model."""
+    def _of_run(self, rows: list[Row], val_rows: list[Row], broken: str) -> list[Finding]:
+        """The points about the settings and, unless all is to be quick, those that run the model.
+
+        Args:
+            rows: that train.
+            val_rows: that score.
+            broken: why the model cannot be run on them, if so.
+        """
         why = ""
         if self.edit is None or self.failed:
             why = "nothing can train: see model and technique"
@@ -222,8 +229,9 @@ class Case:
             ),
             settings_points.validation(val_rows),
         ]
-        if self.quick:
-            return [*found, *(skipped(name, "left out (quick)") for name in STEP_POINTS)]
+        if self.quick or broken:
+            left_out = "left out (quick)" if self.quick else broken
+            return [*found, *(skipped(name, left_out) for name in STEP_POINTS)]
         return [*found, *self._of_steps(trial)]
 
     def _trial(self, rows: Sequence[Row]) -> Trial:

@@ -43,6 +43,7 @@ def read_rows(
 
     def read(source: Any, role: Role) -> list[Row]:
         if are_rows(source):
+            refuse_outside(model, tokenizer, source)
             return list(source)
         if tokenizer is None:
             raise ModelError(

@@ -77,7 +77,7 @@ def cheap(subject: Subject) -> list[Finding]:
         labels(subject.rows, subject.stops),
         stop_token(subject),
         template(subject.rows, subject.tokenizer, subject.limit),
-        lengths(subject.rows, subject.context, subject.settings),
+        lengths(subject.rows, subject.val_rows, subject.context, subject.settings),
         duplicates(subject.rows),
         overlap(subject.rows, subject.val_rows),
     ]

@@ -16,7 +16,9 @@ BAR = 40
 """Width of its longest bar, in characters."""
 
 
-def lengths(rows: Sequence[Row], context: int | None, settings: TrainSettings) -> Finding:
+def lengths(
+    rows: Sequence[Row], val_rows: Sequence[Row], context: int | None, settings: TrainSettings
+) -> Finding:
     """Tokens per row, beside the model's context and the sizes of a step."""
     found = [len(row.tokens) for row in rows]
     longest = max(rows, key=lambda row: len(row.tokens))
@@ -24,11 +26,12 @@ def lengths(rows: Sequence[Row], context: int | None, settings: TrainSettings) -
     said = f"{min(found)} to {most} tokens a row, {sum(found) / len(found):.0f} on average"
     values = {"min": min(found), "max": most, "mean": sum(found) / len(found), "context": context}
     bars = histogram(found)
-    if context is not None and most > context:
+    over = max((*rows, *val_rows), key=lambda row: len(row.tokens))
+    if context is not None and len(over.tokens) > context:
         return Finding(
             "lengths",
             "error",
-            f"{place(longest)} has {most} tokens, and the model reads {context}",
+            f"{place(over)} has {len(over.tokens)} tokens, and the model reads {context}",
             "cut or leave out the longer rows",
             bars,
             values,
