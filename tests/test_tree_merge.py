@@ -11,9 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from afina.errors import TechniqueError
+from afina.errors import RunError, TechniqueError
 from afina.table import apply
 from afina.techniques.lora import LoRA
+from afina.train.fit import refuse_unfit
 from afina.tree import Edit
 from afina.tree.fold import fold
 from tests import battery
@@ -170,6 +171,16 @@ def test_states_that_do_not_go_together() -> None:
     edit.undo()
     with pytest.raises(TechniqueError, match="undone"):
         edit.merge()
+
+
+def test_training_while_merged_is_refused() -> None:
+    model, edit = moved("llama", LoRA(rank=4))
+    refuse_unfit(model, edit)
+    edit.merge()
+    with pytest.raises(RunError, match="merged"):
+        refuse_unfit(model, edit)
+    edit.unmerge()
+    refuse_unfit(model, edit)
 
 
 def test_a_merge_that_fails_leaves_everything() -> None:
