@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -192,3 +193,9 @@ def test_with_a_sound_run_every_point_is_ok(tmp_path: Path) -> None:
     checked = Case(tmp_path).check()
     assert {f.name: f.status for f in checked.findings} == dict.fromkeys(POINTS, "ok")
     assert checked.exit_code(strict=True) == 0
+
+
+def test_the_documentation_tells_every_point_once() -> None:
+    page = (Path(__file__).parents[2] / "docs/checking.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| ([a-z ]+?)(?: ★)? \|", page, flags=re.MULTILINE)
+    assert sorted(name for name in told if name != "point") == sorted(POINTS)
