@@ -90,7 +90,7 @@ def command(
         },
     )
     asked = read_prompts(prompts, columns_of(run_settings(resolve_run(name))))
-    loaded = load_source(Source(name, dtype, device, revision, token, offline))
+    loaded = load_source(Source(name, dtype, device, revision, token, offline, allow_partial))
     ids = _encoded(loaded, asked, settings, plain=is_plain(loaded, plain))
     journal = None
     if out != "-" and not is_device(Path(out)):
