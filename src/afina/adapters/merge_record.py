@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import afina
 from afina.adapters.merge_check import Verdict
 from afina.adapters.merge_files import Written
 from afina.errors import ConfigError
@@ -55,7 +55,7 @@ def make(
     """The record's contents: `verified` is true, false, or null when no check was made."""
     record: dict[str, Any] = {
         "format": FORMAT,
-        "afina": afina.__version__,
+        "afina": version("afina"),
         "base": {"name": base, "fingerprint": None if written is None else written.fingerprint},
         "adapter": None if adapter is None else str(adapter),
         "dtype": dtype,

@@ -72,7 +72,7 @@ class Stored:
         raw = torch.empty(self.end - self.start, dtype=torch.uint8)
         with self.file.open("rb") as stream:
             stream.seek(self.start)
-            stream.readinto(memoryview(raw.numpy()))
+            stream.readinto(raw.numpy().data)
         return raw.view(DTYPES[self.dtype]).reshape(self.shape)
 
 
@@ -199,7 +199,7 @@ def _write(stream: BinaryIO, one: Wanted) -> None:
     values = one.source()
     if values.shape != one.shape or NAMES[values.dtype] != one.dtype:
         raise ValueError(f"{one.name}: {values.dtype} {tuple(values.shape)} is not as announced")
-    stream.write(memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    stream.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_index(folder: Path, shards: Mapping[str, Iterable[Wanted]]) -> None:
