@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from afina.cli import main
 from afina.cli.check import command
@@ -153,6 +155,39 @@ def test_a_configuration_or_a_run_stands_in_the_place_of_the_model(place: Path, 
     assert statuses(place / "run.json")["learning rate"] == "warning"
     assert main(["check", "done", "--quick", "--lr", "5e-4", "--json", "b.json"]) == 0
     assert statuses(place / "b.json")["learning rate"] == "ok"
+
+
+def test_quick_reads_no_weights_and_says_what_the_whole_check_says(place: Path, tiny: Path) -> None:
+    assert main([*SOUND, "--json", "whole.json"]) == 0
+    assert main([*SOUND, "--quick", "--json", "quick.json"]) == 0
+    whole, quick = (json.loads((place / f"{name}.json").read_text()) for name in ("whole", "quick"))
+    for one, other in zip(whole["findings"], quick["findings"], strict=True):
+        if other["status"] == "skipped":
+            assert other["name"] in ("packing", "start", "first step", "pace")
+        elif one["name"] == "disk":  # others write there too
+            assert one["values"]["need_bytes"] == other["values"]["need_bytes"]
+        elif one["name"] != "model":
+            assert one == other
+
+
+def test_a_model_without_some_of_its_weights_is_told_and_the_data_looked_at(
+    place: Path, tiny: Path
+) -> None:
+    broken = place / "broken"
+    shutil.copytree(tiny, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    words = ["check", str(broken), "rows.jsonl", "--val", "rows.jsonl", "--json", "out.json"]
+    assert main(words) == 2
+    found = statuses(place / "out.json")
+    assert found["model"] == "error"
+    assert [found[n] for n in ("technique", "stop token", "template", "disk")] == ["ok"] * 4
+    assert found["overlap"] == "warning"
+    assert [found[n] for n in ("packing", "start", "first step")] == ["skipped"] * 3
+    # Quick reads no weights, and says so by not looking.
+    assert main([*words, "--quick", "--force"]) == 0
+    assert statuses(place / "out.json")["model"] == "ok"
 
 
 def test_the_command_line_of_train_is_taken_whole() -> None:

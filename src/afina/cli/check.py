@@ -108,7 +108,7 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
     from afina.models.hub import load
     from afina.models.precision import choose
     from afina.reports.check import Case
-    from afina.table import apply
+    from afina.reports.outline import outline
     from afina.train.options import RunOptions
 
     settings = resolved.config
@@ -119,26 +119,38 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
         overwrite=given["overwrite"],
     )
     case = Case(None, None, None, settings.train, options, given["out"], quick, disposable=True)
-    point = "model"
-    try:
-        note(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
-        case.model, case.tokenizer = load(
-            settings.model,
-            dtype=settings.train.dtype,
-            device=settings.train.device,
-            revision=settings.revision,
-            token=given["token"],
-            offline=given["offline"] or None,
-        )
-        point = "technique"
-        if given["init_from"] is None:
-            seed = settings.train.seed
-            case.edit = apply(case.model, settings.techniques, seed=seed, undoable=False)
-        else:
-            case.edit, _ = train_verb.start_from(case.model, resolved, given["init_from"])
-    except AfinaError as error:
-        case.failed[point] = error
+    note(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
+    # An adapter to start from needs the weights that it was trained on.
+    ways = [outline] if quick and given["init_from"] is None else [load, outline]
+    for way in ways:
+        try:
+            case.model, case.tokenizer = way(
+                settings.model,
+                dtype=settings.train.dtype,
+                device=settings.train.device,
+                revision=settings.revision,
+                token=given["token"],
+                offline=given["offline"] or None,
+            )
+            break
+        except AfinaError as error:  # without weights the outline will do, for what needs no more
+            case.failed.setdefault("model", error)
+    if case.model is not None:
+        try:
+            case.edit = _applied(case.model, resolved, given["init_from"])
+        except AfinaError as error:
+            case.failed["technique"] = error
     return case.look(settings.source, settings.val)
+
+
+def _applied(model: Any, resolved: Any, init_from: Path | None) -> Any:
+    """The edit of the run: fresh, or as an adapter has it."""
+    from afina.table import apply
+
+    if init_from is not None:
+        return train_verb.start_from(model, resolved, init_from)[0]
+    settings = resolved.config
+    return apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
 
 
 COLOURS = {

@@ -83,7 +83,8 @@ class Case:
     """One call of `check`.
 
     Attributes:
-        model, tokenizer, edit: None where they could not be had; `failed` then says why.
+        model, tokenizer, edit: None where they could not be had; `failed` then says why. A model whose weights could
+            not be had may be its outline, for the points that need no more.
         settings: of the training.
         options: how the run would be embedded.
         out: its folder.
@@ -128,11 +129,7 @@ class Case:
                 of_error("model", self.failed["model"]),
                 skipped("technique", "there is no model"),
             ]
-        count = sum(p.numel() for p in self.model.parameters())
-        parameter = next(self.model.parameters())
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        kind = f"{type(self.model).__name__}, {count:,} parameters, {dtype} on {parameter.device}"
-        model = Finding("model", "ok", kind, values={"parameters": count, "dtype": dtype})
+        model = self._loaded()
         if self.edit is None:
             return [model, of_error("technique", self.failed["technique"])]
         try:
@@ -143,14 +140,25 @@ class Case:
         except AfinaError as error:
             self.failed["technique"] = error
             return [model, of_error("technique", error)]
+        count = sum(p.numel() for p in self.model.parameters())
         trainable = sum(p.numel() for p in self.edit.trainable().values())
         names = " and ".join(one.key for one in self.edit.techniques)
         said = f"{names}: {trainable:,} parameters train ({100 * trainable / count:.3g} %)"
         values = {"trainable": trainable, "tensors": len(self.edit.trainable())}
-        if self.edit.notes:
-            more = tuple(self.edit.notes)
-            return [model, Finding("technique", "warning", said, details=more, values=values)]
-        return [model, Finding("technique", "ok", said, values=values)]
+        notes = tuple(self.edit.notes)
+        status = "warning" if notes else "ok"
+        return [model, Finding("technique", status, said, details=notes, values=values)]
+
+    def _loaded(self) -> Finding:
+        """What the model is, or why only its outline could be had."""
+        if "model" in self.failed:
+            return of_error("model", self.failed["model"])
+        count = sum(p.numel() for p in self.model.parameters())
+        parameter = next(self.model.parameters())
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        place = "its weights not read" if parameter.is_meta else f"on {parameter.device}"
+        kind = f"{type(self.model).__name__}, {count:,} parameters, {dtype}, {place}"
+        return Finding("model", "ok", kind, values={"parameters": count, "dtype": dtype})
 
     def _output(self) -> list[Finding]:
         options = self.options
@@ -204,7 +212,7 @@ class Case:
             broken: why the model cannot be run on them, if so.
         """
         why = ""
-        if self.edit is None or self.failed:
+        if self.edit is None or "technique" in self.failed:
             why = "nothing can train: see model and technique"
         elif not any(row.trained_tokens for row in rows):
             why = "there are no rows that train"
@@ -229,6 +237,7 @@ class Case:
             ),
             settings_points.validation(val_rows),
         ]
+        broken = "see model" if "model" in self.failed else broken
         if self.quick or broken:
             left_out = "left out (quick)" if self.quick else broken
             return [*found, *(skipped(name, left_out) for name in STEP_POINTS)]

@@ -67,8 +67,8 @@ class Subject:
 
 def of_error(name: str, error: AfinaError) -> Finding:
     """An error met at a point, as its finding."""
-    details = tuple(str(error).splitlines()[1:])
-    return Finding(name, "error", error.what, error.cure or "", details)
+    what, *more = str(AfinaError(error.what, got=error.got, wanted=error.wanted)).splitlines()
+    return Finding(name, "error", what, error.cure or "", tuple(line.strip() for line in more))
 
 
 def skipped(name: str, why: str) -> Finding:
