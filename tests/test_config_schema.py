@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -148,11 +149,10 @@ BEYOND = (
 
 def _verdicts(value: Any) -> list[bool]:
     verdicts = [accepts(value, MADE)]
-    try:
-        import jsonschema
-    except ImportError:
+    if importlib.util.find_spec("jsonschema") is None:
         return verdicts
-    return [*verdicts, jsonschema.Draft202012Validator(MADE).is_valid(value)]
+    judge: Any = importlib.import_module("jsonschema")
+    return [*verdicts, judge.Draft202012Validator(MADE).is_valid(value)]
 
 
 @pytest.mark.parametrize("text", GOOD)

@@ -238,6 +238,14 @@ def test_the_model_card_of_a_base_on_this_disk_names_none_of_the_hub(tmp_path: P
     assert "Not recorded." in text
 
 
+def test_the_model_card_of_a_demo_model_says_where_transformers_finds_it(tmp_path: Path) -> None:
+    files.save(trained(), tmp_path / "a", base="smollm2-135m")
+    text = (tmp_path / "a/README.md").read_text(encoding="utf-8")
+    assert "`BASE` is the folder that `afina models get smollm2-135m` prints." in text
+    assert "base = AutoModelForCausalLM.from_pretrained(BASE)" in text.splitlines()
+    assert "model, tokenizer = afina.load('smollm2-135m')" in text.splitlines()
+
+
 def test_the_model_card_s_lines_work(tmp_path: Path) -> None:
     """As they stand there, with afina; and PEFT takes the folder with the files that are none of its own."""
     base = save_model(tmp_path / "base", tiny_llama(), byte_tokenizer())

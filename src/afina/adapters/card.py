@@ -23,6 +23,7 @@ from torch import Tensor
 from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json
 from afina.errors import AdapterError
+from afina.models.demo import DEMOS
 from afina.tree import Edit
 
 FORMAT = 1
@@ -138,12 +139,15 @@ def card(found: Mapping[str, Any], tensors: Mapping[str, Tensor], *, chats: bool
 
 
 def _usage(base: str, chats: bool) -> list[str]:
-    own = "FOLDER" if chats else repr(base)
+    beside = ", and the tokenizer" if chats else ""
+    # Transformers knows no demo model by its name, but it knows a folder.
+    demo = base in DEMOS
+    theirs = "BASE" if demo else repr(base)
+    about = f" `BASE` is the folder that `afina models get {base}` prints." if demo else ""
     return [
         "## Use",
         "",
-        f"`FOLDER` is this folder: `{CONFIG}`, `{WEIGHTS}`, `{RECORD}`"
-        + (", and the tokenizer." if chats else "."),
+        f"`FOLDER` is this folder: `{CONFIG}`, `{WEIGHTS}`, `{RECORD}`{beside}.",
         "",
         "```sh",
         "afina chat FOLDER",
@@ -156,14 +160,14 @@ def _usage(base: str, chats: bool) -> list[str]:
         "edit = afina.load_adapter(model, FOLDER)  # an error when anything does not fit",
         "```",
         "",
-        "With Transformers and PEFT, which do not compare the base's fingerprint:",
+        f"With Transformers and PEFT, which do not compare the base's fingerprint:{about}",
         "",
         "```python",
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f"tokenizer = AutoTokenizer.from_pretrained({own})",
-        f"base = AutoModelForCausalLM.from_pretrained({base!r})",
+        f"tokenizer = AutoTokenizer.from_pretrained({'FOLDER' if chats else theirs})",
+        f"base = AutoModelForCausalLM.from_pretrained({theirs})",
         "model = PeftModel.from_pretrained(base, FOLDER)",
         "```",
     ]
