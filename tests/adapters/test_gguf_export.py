@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,32 @@ def test_a_run_becomes_a_file(dtype: str | None, tmp_path: Path) -> None:
         afina.merge(adapter, out, settings=QUICK)
     again = QUICK.model_copy(update={"verify": False, "overwrite": True})
     assert afina.merge(adapter, out, settings=again).record["verified"] is None
+
+
+def test_a_gguf_base_is_unpacked_and_merged_into(tmp_path: Path) -> None:
+    """The adapter was trained beside the unpacked weights of a quantised file, and those are what it is merged into."""
+    folder = folder_of(tmp_path / "base", model_of("llama"))
+    base = tmp_path / "base.gguf"
+    export(folder, base, "Q8_0")
+    adapter = adapter_of(tmp_path / "adapter", base)
+    merged = afina.merge(adapter, tmp_path / "out", settings=QUICK)
+    assert merged.verified
+    model, _ = load(base, "fp32", "cpu")
+    files.load(model, adapter)
+    wanted, got = logits(model), logits(load(tmp_path / "out", "fp32", "cpu")[0])
+    assert (got - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_an_unverified_file_says_so_when_it_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = folder_of(tmp_path / "base", model_of("llama"))
+    for verify, file in ((False, tmp_path / "not.gguf"), (True, tmp_path / "yes.gguf")):
+        afina.merge(base, file, settings=QUICK.model_copy(update={"verify": verify}))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load(file, "fp32", "cpu")
+        assert ("was not verified" in caplog.text) is not verify
 
 
 def refused(says: str, model: Path) -> None:

@@ -17,13 +17,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BertForMaskedLM
+from transformers import AutoModelForCausalLM, BertForMaskedLM, BertModel
 
 import afina
-from afina.adapters import files, merge_check, merge_files, merge_plan
+from afina.adapters import files, merge_check, merge_files, merge_job, merge_plan
 from afina.adapters.merge import Merged, MergeSettings, merge_unchecked
 from afina.adapters.merge_shards import Stored, read_shards
-from afina.errors import AdapterError, AfinaError, ConfigError, ModelError
+from afina.errors import AdapterError, AfinaError, ConfigError, DataError, ModelError
 from afina.models import hub
 from afina.table import apply
 from afina.techniques.lora import LoRA
@@ -281,6 +281,21 @@ def test_experts_in_pieces_are_copied_and_the_rest_is_merged(tmp_path: Path) -> 
     )
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {n for n in before if "q_proj" in n or "v_proj" in n}
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    """No logits: states are compared, and nothing is answered."""
+    torch.manual_seed(0)
+    config = battery.build("bert").config
+    config.vocab_size = 260
+    base = folder_of(tmp_path / "base", BertModel(config), torch.float32)
+    adapter = adapter_of(
+        tmp_path / "adapter", base, LoRA(rank=4, target=("query", "word_embeddings"))
+    )
+    merged = merge(adapter, tmp_path / "out", settings=QUICK)
+    assert merged.verified
+    assert merged.verdict.drift.kl_mean is None
+    assert 0 < merged.verdict.drift.relative < 1e-5 < merged.verdict.effect.relative
 
 
 def test_the_merged_model_has_the_bases_modules_and_no_more(base: Path, tmp_path: Path) -> None:
@@ -573,6 +588,61 @@ def test_fp16_that_overflows_is_refused(tmp_path: Path) -> None:
     adapter = adapter_of(tmp_path / "adapter", base, LoRA(rank=4))
     settings = QUICK.model_copy(update={"dtype": "fp16"})
     refused(AdapterError, "F16 does not hold", adapter, tmp_path / "out", settings=settings)
+
+
+def test_a_base_that_is_gone(base: Path, tmp_path: Path) -> None:
+    adapter = adapter_of(tmp_path / "adapter", base, LoRA(rank=4))
+    shutil.move(base, tmp_path / "moved")
+    refused(ModelError, "--base MODEL", adapter, tmp_path / "out")
+    wanted = headers(tmp_path / "moved")
+    merge(adapter, tmp_path / "out", base=tmp_path / "moved")
+    assert headers(tmp_path / "out") == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"prompts": "one text"}, DataError, "prompts are a list"),
+        ({"prompts": [""]}, DataError, "has no tokens"),
+        ({"settings": MergeSettings(compute_dtype="int3")}, ConfigError, "unknown dtype"),
+        ({"settings": MergeSettings(device="cuda:99")}, ModelError, "device"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_work(
+    options: dict[str, Any], kind: type[AfinaError], says: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = adapter_of(tmp_path / "adapter", base, LoRA(rank=4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_job, "write_merged", None)  # it would be called
+        refused(kind, says, adapter, tmp_path / "out", **options)
+
+
+def test_a_full_disk_is_one_clear_error(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    adapter = adapter_of(tmp_path / "adapter", base, LoRA(rank=4))
+    monkeypatch.setattr(merge_files, "write_shard", full)
+    refused(AdapterError, "No space left on device", adapter, tmp_path / "out")
+
+
+def test_who_came_meanwhile_is_not_overwritten(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, out = adapter_of(tmp_path / "adapter", base, LoRA(rank=4)), tmp_path / "out"
+    written = merge_job.write_merged
+
+    def slow(*args: Any, **options: Any) -> Any:
+        out.mkdir()
+        (out / "theirs").write_text("another process")
+        return written(*args, **options)
+
+    monkeypatch.setattr(merge_job, "write_merged", slow)
+    with pytest.raises(ConfigError, match="the output exists"):
+        merge(adapter, out)
+    assert [path.name for path in out.iterdir()] == ["theirs"]
 
 
 # --- beside PEFT ----------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def save(
         The folder.
 
     Raises:
-        AdapterError: when the edit has something that PEFT's layout cannot hold, or NaN or infinity; when the folder
-            holds something else; or when what was written reads back otherwise.
+        AdapterError: when the edit has something that PEFT's layout cannot hold, or NaN or infinity, or is undone or
+            disabled; when the folder holds something else; or when what was written reads back otherwise.
     """
     folder = Path(folder)
     if folder.exists() and not (folder / CONFIG).exists() and any(folder.iterdir()):
@@ -70,11 +70,13 @@ def save(
             got=folder,
             cure="name another folder",
         )
-    config = peft_config(edit, base)
-    # Clones, for a tied tensor stands under two keys and the file must hold it twice.
-    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
+    _refuse_state(edit)
+    with edit.unfolded():
+        config = peft_config(edit, base)
+        # Clones, for a tied tensor stands under two keys and the file must hold it twice.
+        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
+        known = record_of(edit, base, record or Record())
     refuse_unusable(tensors, "not saved")
-    known = record_of(edit, base, record or Record())
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -95,6 +97,19 @@ def save(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def _refuse_state(edit: Edit) -> None:
+    """Raises for an edit whose tensors are not, or not just now, what was trained."""
+    if edit.undone:
+        what, cure = "the edit was undone, and what it trained is gone", "save before edit.undo()"
+    elif not all(delta.enabled for delta in edit.deltas.values()):
+        what, cure = "the edit is disabled", "save outside of edit.disabled()"
+    elif any(tensor.is_meta for tensor in edit.trainable().values()):
+        what, cure = "the model is on the meta device and has no values", "load its weights first"
+    else:
+        return
+    raise AdapterError(what, got=", ".join(t.key for t in edit.techniques), cure=cure)
 
 
 def _compare(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:

@@ -63,7 +63,7 @@ def texts_of(
         AfinaError: a prompt of the user's cannot be read.
     """
     if prompts:
-        return [_of_prompt(tokenizer, one) for one in prompts], f"{len(prompts)} given prompts"
+        return [of_prompt(tokenizer, one) for one in prompts], f"{len(prompts)} given prompts"
     why = ""
     if run is not None:
         try:
@@ -73,7 +73,7 @@ def texts_of(
         else:
             if found:
                 return found, f"{len(found)} {of} rows of the run"
-    general = [_of_prompt(tokenizer, _asked(tokenizer, text)) for text in GENERAL]
+    general = [of_prompt(tokenizer, _asked(tokenizer, text)) for text in GENERAL]
     return general, f"{len(general)} general texts{why}"
 
 
@@ -115,7 +115,12 @@ def _asked(tokenizer: Any, text: str) -> Prompt:
     return [{"role": "user", "content": text}] if chats else text
 
 
-def _of_prompt(tokenizer: Any, prompt: Prompt) -> Text:
+def of_prompt(tokenizer: Any, prompt: Prompt) -> Text:
+    """A prompt as it would be sent; messages without a chat template as their text.
+
+    Raises:
+        AfinaError: it cannot be read.
+    """
     if not getattr(tokenizer, "chat_template", None) and not isinstance(prompt, str):
         (first, *more) = prompt
         if isinstance(first, Mapping) and not more:
