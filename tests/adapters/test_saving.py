@@ -95,6 +95,32 @@ def test_lists_and_keys_are_in_order(tmp_path: Path) -> None:
         assert len(config[name]) > 1
 
 
+@pytest.mark.parametrize("model", ["llama", "llama_tied"])
+def test_a_merged_edit_saves_as_the_same_adapter(model: str, tmp_path: Path) -> None:
+    edit = trained(model)
+    files.save(edit, tmp_path / "one", base="tiny")
+    edit.merge()
+    before = battery.logits(edit.model)
+    files.save(edit, tmp_path / "two", base="tiny")
+    assert torch.equal(battery.logits(edit.model), before)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_an_edit_that_does_not_hold_what_was_trained_is_not_saved(tmp_path: Path) -> None:
+    """Undone or disabled, a module that was trained whole has the base's values."""
+    edit = trained(modules_to_save=("lm_head",))
+    with edit.disabled(), pytest.raises(AdapterError, match="disabled"):
+        files.save(edit, tmp_path / "a", base="tiny")
+    edit.undo()
+    with pytest.raises(AdapterError, match="undone"):
+        files.save(edit, tmp_path / "a", base="tiny")
+    with torch.device("meta"):
+        bare = battery.llama()
+    with pytest.raises(AdapterError, match="meta device"):
+        files.save(apply(bare, [LoRA(rank=2)]), tmp_path / "a", base="tiny")
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- read back ------------------------------------------------------------------------------------------------------
 
 DAMAGE: dict[str, Any] = {
