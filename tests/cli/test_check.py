@@ -207,6 +207,28 @@ def test_rows_are_shown_with_marks_where_there_is_no_colour(
     assert "\033[" not in said
 
 
+def test_rows_are_shown_in_colour_in_a_terminal(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main([*SOUND, "--quick", "--show", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "\033[" in said
+    assert "[[" not in said
+
+
+def test_skipped_rows_are_counted_and_listed(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (place / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "a"}\n')
+    assert main([*SOUND, "--quick", "--strict", "--on-bad-row", "skip"]) == 1
+    said = capsys.readouterr().out
+    assert "24 of 25 rows kept" in said
+    assert "rows.jsonl:25" in said
+    assert main([*SOUND, "--quick"]) == 2
+
+
 def test_json_on_the_standard_output_is_alone_there(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,34 @@ def test_a_model_whose_numbers_are_broken_is_told_at_its_start(tmp_path: Path) -
     json.dumps(checked.document(), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("place", "point"),
+    [
+        ("afina.reports.packed.trained_logits", "packing"),
+        ("afina.reports.steps.mean_loss", "start"),
+        ("afina.reports.trial.token_losses", "first step"),
+    ],
+)
+def test_a_device_without_the_memory_is_told_where_it_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, point: str
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(place, full)
+    finding = Case(tmp_path).check()[point]
+    assert finding.status == "error"
+    assert "the memory of cpu does not hold one pass; the longest row (row:16) has" in finding.seen
+
+
+def test_unreadable_validation_rows_do_not_hide_the_others(tmp_path: Path) -> None:
+    checked = Case(tmp_path, val=str(tmp_path / "none.jsonl")).check()
+    assert checked["format"].status == "error"
+    assert "none.jsonl" in checked["format"].seen
+    looked = ("labels", "stop token", "template", "lengths", "duplicates", "first step")
+    assert [checked[name].status for name in looked] == ["ok"] * len(looked)
+
+
 def test_a_gradient_that_is_not_finite_is_told_at_the_first_step(tmp_path: Path) -> None:
     for policy in ("stop", "skip"):
         case = Case(tmp_path / policy)
@@ -337,6 +365,12 @@ def test_the_report_says_what_to_do_below_each_finding() -> None:
         "1 error, 1 warning, 1 ok",
     ]
     assert checked["c"].seen == "worse"
+
+
+def test_numbers_that_json_does_not_have_are_words() -> None:
+    checked = Checked((Finding("a", "error", "bad", values={"x": [math.inf, 1.5], "y": math.nan}),))
+    (finding,) = json.loads(json.dumps(checked.document(), allow_nan=False))["findings"]
+    assert finding["values"] == {"x": ["inf", 1.5], "y": "nan"}
 
 
 def test_quick_leaves_out_what_runs_the_model(

@@ -6,11 +6,12 @@ same, so that one call tells everything there is to mend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from afina.config import TrainSettings
@@ -108,15 +109,16 @@ class Case:
         found = [*self._fit(), *self._output()]
         rows, val_rows, reports, failed = self._read(data, val)
         if failed is not None:
-            found.append(of_error("format", failed))
-            found += [skipped(name, "the data cannot be read") for name in ("rows", *ROW_POINTS)]
+            found += [of_error("format", failed), skipped("rows", "the data cannot be read")]
         elif not rows:
-            found.append(self._recognised(data))
-            found += [skipped(name, "there is no model") for name in ("rows", *ROW_POINTS)]
+            found += [self._recognised(data), skipped("rows", "there is no model")]
         else:
             found += [data_points.format_of(reports), data_points.fate_of(reports)]
+        if rows:
             found += self._of_rows(rows, val_rows, given=are_rows(data))
-        validates = bool(val_rows) or (val is not None and not rows)
+        else:
+            found += [skipped(name, found[-1].seen) for name in ROW_POINTS]
+        validates = bool(val_rows) or val is not None
         found.append(settings_points.idle(self.settings, validates))
         broken = [f.name for f in found if f.name in ("labels", "lengths") and f.status == "error"]
         found += self._of_run(rows, val_rows, f"see {' and '.join(broken)}" if broken else "")
@@ -173,7 +175,9 @@ class Case:
         try:
             read_ = read_rows(self.model, self.tokenizer, data, val, self.options.data_settings)
         except AfinaError as error:
-            return [], [], [], error
+            # Where it is the validation rows that fail, the others can be looked at.
+            rows = [] if val is None else self._read(data, None)[0]
+            return rows, [], [], error
         return *read_, None
 
     def _recognised(self, data: Any) -> Finding:
@@ -259,12 +263,20 @@ class Case:
 
     def _of_steps(self, trial: Trial) -> list[Finding]:
         """What runs the model; what is broken already is not run further."""
-        found = [packed.packed_as_alone(trial)]
+        found = [_held("packing", trial, packed.packed_as_alone)]
         if found[0].status == "error":  # the rest as it will be once that is mended
             unpacked = trial.data_settings.model_copy(update={"packing": False})
             trial = replace(trial, data_settings=unpacked)
-        found.append(steps.start(trial))
+        found.append(_held("start", trial, steps.start))
         if found[-1].status == "error":
-            why = "the loss is not a number"
+            why = "see start"
             return [*found, *(skipped(name, why) for name in STEP_POINTS[2:])]
         return [*found, *steps.first_steps(trial)]
+
+
+def _held(name: str, trial: Trial, point: Callable[[Trial], Finding]) -> Finding:
+    """A point that runs the model, where the device has the memory for it."""
+    try:
+        return point(trial)
+    except torch.OutOfMemoryError:
+        return steps.out_of_memory(name, trial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,15 @@ from afina.types import Row
 
 CLEAN, WARNED, FAILED = 0, 1, 2
 """Exit codes of `afina check`."""
+
+
+def _plain(value: Any) -> Any:
+    """A value with its infinities and NaNs as words, which JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Checked:
         return {
             "exit_code": self.exit_code(),
             "exit_code_strict": self.exit_code(strict=True),
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [_plain(asdict(finding)) for finding in self.findings],
         }
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ def start(trial: Trial) -> Finding:
             "error",
             f"{said}: not a number",
             "train in fp32 (train.dtype=fp32), or look at the model's weights",
-            values={name: str(value) for name, value in values.items()},
+            values=values,
         )
     if loss > base + WORSE:
         return Finding(
@@ -78,16 +78,8 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
             steps = list(islice(loop(_work(trial, tokens), trial.windows()), AUDITED_STEPS))
     except AfinaError as error:
         return of_error("first step", error), skipped("pace", "the first step failed")
-    except torch.cuda.OutOfMemoryError:
-        longest = max(trial.rows, key=lambda row: len(row.tokens))
-        failed = Finding(
-            "first step",
-            "error",
-            f"the GPU's memory does not hold one pass; the longest row ({place(longest)}) has "
-            f"{len(longest.tokens)} tokens",
-            "lower train.micro_tokens or data.max_tokens, or train.dtype=bf16",
-        )
-        return failed, skipped("pace", "the first step failed")
+    except torch.OutOfMemoryError:
+        return out_of_memory("first step", trial), skipped("pace", "the first step failed")
     faults = [step.fault for step in steps if step.fault is not None]
     if faults:
         return of_error("first step", faults[0].error()), skipped("pace", "the first step failed")
@@ -106,6 +98,18 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
         },
     )
     return learnt, pace(trial, steps, why, time.perf_counter() - began)
+
+
+def out_of_memory(name: str, trial: Trial) -> Finding:
+    """That the device could not hold a pass, at the point `name`."""
+    longest = max(trial.rows, key=lambda row: len(row.tokens))
+    return Finding(
+        name,
+        "error",
+        f"the memory of {trial.device} does not hold one pass; the longest row ({place(longest)}) has "
+        f"{len(longest.tokens)} tokens",
+        "set a lower train.micro_tokens or data.max_tokens, or train.dtype=bf16",
+    )
 
 
 def _work(trial: Trial, tokens: int | None) -> Work:
