@@ -51,7 +51,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_saves_it_and_names_the_rows(
     assert f"rows.jsonl:{bad + 1}" in got
     assert str(tmp_path / "run/nan/step-000003.json") in got
     assert "--on-nan skip" in cure
-    assert "the 2 steps before are saved: afina train --resume --allow-changes" in cure
+    assert "2 steps before it saved, go on with: afina train --resume --allow-changes" in cure
     kept = json.loads((tmp_path / "run/nan/step-000003.json").read_text())
     assert [row["id"] for row in kept["rows"]] == rows_of_steps(3)[2]
     assert kept["suspects"] == part
@@ -63,7 +63,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_saves_it_and_names_the_rows(
     # The weights are those of a run of these two steps, whatever the length of the schedule.
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-000002"
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
-    again = run(tmp_path / "run", steps=5, options={"resume": True})
+    # It goes on: with the row mended, or with what cannot be learnt left out.
+    allow = {"resume": True, "allow_changes": True, "seams": spoils(bad)}
+    rest = run(tmp_path / "run", steps=5, on_nan="skip", options=allow)
+    losses = [line["loss"] is None for line in read_metrics(rest.folder)]
+    assert losses[:3] == [False, False, True]
+    with pytest.raises(RunError):
+        run(tmp_path / "mended", steps=5, options={"seams": spoils(bad)})
+    again = run(tmp_path / "mended", steps=5, options={"resume": True})
     assert same(weights(again), weights(run(tmp_path / "whole", steps=5)))
 
 

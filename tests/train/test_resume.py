@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from afina.data.settings import DataSettings
 from afina.errors import AdapterError, RunError
 from afina.table import apply
 from afina.techniques.full import Full
@@ -336,10 +337,42 @@ def test_another_working_directory_changes_nothing(
     assert same(weights(rest), expected)
 
 
+TOKENS = {"rows_per_step": None, "tokens_per_step": 40, "micro_rows": None, "micro_tokens": 18}
+ROWS = {"rows_per_step": 3, "micro_rows": 1, "keep_last": 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "packed", "optimizer"),
+    [(TOKENS, True, "adamw"), (ROWS, False, "nadam"), (TOKENS, False, "sgd")],
+)
+def test_four_and_three_steps_are_seven_bit_for_bit(
+    tmp_path: Path, sizes: dict[str, Any], packed: bool, optimizer: str
+) -> None:
+    """With dropout, accumulation, evaluation between, windows of tokens over the end of an epoch."""
+    settings = {
+        "steps": 7,
+        "save_every": 4,
+        "eval_every": 3,
+        "optimizer": optimizer,
+        "schedule": "cosine",
+        "val": ragged_rows(3, seed=9),
+        **sizes,
+    }
+    data = {"data_settings": DataSettings(packing=packed)}
+    technique = LoRA(rank=2, dropout=0.3)
+    whole = run(tmp_path / "whole", technique, options=data, **settings)
+    killed(tmp_path / "run", 5, technique, options=data, **settings)
+    rest = run(tmp_path / "run", technique, options={**data, "resume": True}, **settings)
+    assert same(weights(whole), weights(rest))
+    pairs = [
+        [(x["step"], x["loss"], x["gradient_norm"], x["rows"], x.get("val_loss")) for x in lines]
+        for lines in map(read_metrics, (whole.folder, rest.folder))
+    ]
+    assert pairs[0] == pairs[1]
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_full_fine_tuning_goes_on_bit_for_bit_too(tmp_path: Path, packed: bool) -> None:
-    from afina.data.settings import DataSettings
-
     settings = {
         "steps": 4,
         "save_every": 2,
@@ -386,3 +419,16 @@ def test_the_card_of_the_adapter_says_data_settings_and_scores(tmp_path: Path) -
     assert (again.weights / "afina.json").read_bytes() == (
         found.weights / "afina.json"
     ).read_bytes()
+
+
+def test_a_run_whose_optimiser_was_forgotten_ends_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of every test here that compares the end of two runs."""
+    from afina.optim.optimisers import Optimiser
+
+    whole = run(tmp_path / "whole", steps=4, save_every=2)
+    killed(tmp_path / "run", 3, steps=4, save_every=2)
+    monkeypatch.setattr(Optimiser, "load_state_tensors", lambda self, kept: None)
+    rest = run(tmp_path / "run", steps=4, save_every=2, options={"resume": True})
+    assert not same(weights(whole), weights(rest))

@@ -17,6 +17,7 @@ from afina.errors import ConfigError, ModelError, RunError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
+from afina.train import keeper, metrics
 from afina.train.loop import Seams
 from afina.train.metrics import read_metrics
 from afina.train.options import RunOptions
@@ -26,7 +27,10 @@ from tests.tiny import tiny_gpt2, tiny_llama
 from tests.train.kit import Stop, ragged_rows, run, same, stop_after, weights
 
 
-def test_the_folder_holds_all_that_later_verbs_need(tmp_path: Path) -> None:
+def test_the_folder_holds_all_that_later_verbs_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "plot_loss", metrics.plot_loss)
     found = run(tmp_path / "run", epochs=2, save_every=2)
     names = {p.relative_to(found.folder).as_posix() for p in found.folder.rglob("*") if p.is_file()}
     assert {
@@ -42,6 +46,12 @@ def test_the_folder_holds_all_that_later_verbs_need(tmp_path: Path) -> None:
         "checkpoints/latest",
         "checkpoints/step-000006/state.json",
         "checkpoints/step-000006/optimiser.safetensors",
+        "checkpoints/step-000006/random.safetensors",
+        "checkpoints/step-000006/manifest.json",
+        "start.json",
+        "result.json",
+        "adapter/afina.json",
+        "adapter/README.md",
     } <= names
     assert (found.folder / "checkpoints/latest").read_text() == "step-000006"
     assert not any("tmp" in name for name in names)

@@ -92,27 +92,17 @@ def command(
 
     The folder that it leaves is all that chat, eval and generate need.
     """
-    flags = flags_of(locals())
+    given = locals()
     from afina.config import dump
     from afina.errors import ConfigError
 
     if out is None and not print_config:
         raise ConfigError("there is no folder for the run", cure="name one: -o runs/my-run")
+    refuse_contradictions(given)
     resume = resume or resume_from is not None
-    if allow_changes and not resume:
-        raise ConfigError("--allow-changes is of a run that goes on", cure="add --resume")
-    if resume and (overwrite or init_from is not None):
-        raise ConfigError(
-            "--resume goes on with a run as it is",
-            cure="leave out --overwrite and --init-from",
-        )
-    if allow_partial and init_from is None:
-        raise ConfigError(
-            "--allow-partial is about an adapter to start from", cure="add --init-from FOLDER"
-        )
     if resume and out is not None:
         config = config or out / "config.yaml"
-    resolved = resolve(config, flags, sets or [])
+    resolved = resolve(config, flags_of(given), sets or [])
     if print_config or out is None:
         sys.stdout.write(dump(resolved))
         return
@@ -121,6 +111,28 @@ def command(
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
     start = {"source": init_from, "allow_partial": allow_partial}
     _run(resolved, out, hub, start=start, way=way, changing=changing)
+
+
+def refuse_contradictions(given: Mapping[str, Any]) -> None:
+    """Raises for options that make no sense together.
+
+    Raises:
+        ConfigError: naming what to add or to leave out.
+    """
+    from afina.errors import ConfigError
+
+    resume = given["resume"] or given["resume_from"] is not None
+    if given["allow_changes"] and not resume:
+        raise ConfigError("--allow-changes is of a run that goes on", cure="add --resume")
+    if resume and (given["overwrite"] or given["init_from"] is not None):
+        raise ConfigError(
+            "--resume goes on with a run as it is",
+            cure="leave out --overwrite and --init-from",
+        )
+    if given["allow_partial"] and given["init_from"] is None:
+        raise ConfigError(
+            "--allow-partial is about an adapter to start from", cure="add --init-from FOLDER"
+        )
 
 
 def flags_of(given: Mapping[str, Any]) -> dict[str, Any]:
