@@ -13,6 +13,7 @@ Source: the files that PEFT 0.21.2 writes and reads.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,28 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{what} is not JSON", got=f"{path}: {error}") from None
     if not isinstance(found, dict):
         raise AdapterError(f"{what} is not a table of settings", got=f"{path}: {str(found)[:80]}")
     return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table, in which a key may stand once: readers differ in which of two counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"given twice: {', '.join(k for k in found if keys.count(k) > 1)}")
+    return found
+
+
+def _finite(text: str) -> float:
+    """A number, such as JSON means: finite."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number here")
+    return number
 
 
 def read_config(folder: Path) -> dict[str, Any]:
