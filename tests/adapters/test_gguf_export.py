@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import afina
-from afina.adapters import export_gguf, files
+from afina.adapters import export_gguf, export_tokens, files
 from afina.adapters.export_gguf import export, interleaved, refuse_uncovered
 from afina.adapters.merge import MergeSettings
 from afina.errors import AdapterError, AfinaError, ConfigError, ModelError
@@ -56,7 +56,7 @@ def tokenizer_of(pre: str = "smollm") -> Any:
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = plain if pre == "gpt-2" else pre_tokenizers.Sequence([digits, plain])
     if pre in ("llama-bpe", "qwen2"):
-        split, _ = export_gguf.PRE[pre]
+        split, _ = export_tokens.PRE[pre]
         words = pre_tokenizers.Split(Regex(split["pattern"]["Regex"]), "isolated")
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([words, rest])
@@ -137,7 +137,7 @@ def test_a_round_trip(name: str, tmp_path: Path) -> None:
     assert (read.bos_token, read.eos_token) == (SPECIAL[0], SPECIAL[2])
 
 
-@pytest.mark.parametrize("pre", list(export_gguf.PRE))
+@pytest.mark.parametrize("pre", list(export_tokens.PRE))
 def test_the_ways_to_split_text(pre: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(pre)
     base = folder_of(tmp_path / "base", model_of("llama"), tokenizer)

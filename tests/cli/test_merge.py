@@ -35,7 +35,9 @@ def test_a_run_becomes_a_model(
     out = tmp_path / "out"
     assert cli.main(["merge", str(run), "-o", str(out), *HERE]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("14 weights folded in fp32 and rounded once to F32\n")
+    assert said.startswith(f"adapter {run}/adapter: applied 28 of 28 tensors\n")
+    assert "its base is this model, by fingerprint\n" in said
+    assert "14 weights folded in fp32 and rounded once to F32\n" in said
     assert "compared on 8 training rows of the run" in said
     assert said.endswith(f"verified: {out}\n")
     for row in ("base -> base + adapter", "base + adapter -> merged", "base -> merged"):

@@ -174,8 +174,25 @@ def put(model: nn.Module, fitted: Fitted) -> Edit:
     except BaseException:
         edit.undo()
         raise
-    edit.notes.extend(fitted.notes)
+    edit.notes.extend([*fitted.notes, *_rounded(edit, fitted.tensors)])
     return edit
+
+
+def _rounded(edit: Edit, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Says which tensors lost digits, for the model's type is coarser than the file's."""
+    lost: dict[str, float] = {}
+    for key, mine in peft_tensors(edit).items():
+        if mine.dtype != tensors[key].dtype:
+            error = (mine.detach().cpu().double() - tensors[key].double()).abs().max()
+            if error > 0:
+                lost[key] = error.item()
+    if not lost:
+        return []
+    types = sorted({str(tensors[key].dtype).removeprefix("torch.") for key in lost})
+    return [
+        f"{len(lost)} tensors ({min(lost)}, …) are {' and '.join(types)} in the file and were rounded to this "
+        f"model's type, by at most {max(lost.values()):.1e}"
+    ]
 
 
 def restore(edit: Edit, tensors: Mapping[str, Tensor]) -> None:

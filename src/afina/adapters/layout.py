@@ -37,7 +37,12 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         AdapterError: when it is no such file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_once,
+            parse_constant=_finite,
+            parse_float=_finite,
+        )
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{what} is not JSON", got=f"{path}: {error}") from None
     if not isinstance(found, dict):

@@ -145,7 +145,7 @@ class _Planner:
                 "the base's files keep tensors that the adapter changes in another form than the model has them",
                 got=", ".join(lost[:4]),
                 wanted="one tensor in the files for each of the model's",
-                cure="merge in memory: edit.merge(), then model.save_pretrained(folder)",
+                cure="merge in memory: edit.merge(), edit.keep(), model.save_pretrained(folder)",
             )
 
     def make(self) -> Plan:
@@ -174,8 +174,7 @@ class _Planner:
     def _changed(self, key: str, name: str, stored: Stored) -> Wanted:
         """The tensor `name` of the model, under `key` in the file; `stored` holds the base's values."""
         dtype, delta = self._dtype(stored), self.changes.deltas.get(name)
-        if stored.dtype not in DTYPES:
-            stored.read()  # which says why it cannot
+        stored.refuse_unknown()
         trained = self.changes.whole.get(name)
 
         def value() -> Tensor:
@@ -241,7 +240,7 @@ ReadTensor = Callable[[str], Tensor]
 
 
 def reader(skeleton: Any, shards: Shards) -> ReadTensor:
-    """Reads the base's tensors by the model's names, one at a time."""
+    """Finds the base's tensors by the model's names; of each only what is looked at is read."""
     names = locate(skeleton, shards)
     where = {names[one.name]: one for file in shards.values() for one in file if one.name in names}
     ties = {name: group for group in tied_groups(skeleton) for name in group}
@@ -250,6 +249,6 @@ def reader(skeleton: Any, shards: Shards) -> ReadTensor:
         stored = next((where[n] for n in (name, *ties.get(name, ())) if n in where), None)
         if stored is None:
             raise ModelError("the base's files keep this tensor in another form", got=name)
-        return stored.read()
+        return stored.mapped()
 
     return read

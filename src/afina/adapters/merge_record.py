@@ -65,6 +65,7 @@ def make(
         record["rounding"] = dict(sorted(written.rounding.items(), key=lambda pair: -pair[1]))
         record["whole"] = list(written.whole)
         record["untied"] = list(written.untied)
+        record["notes"] = list(written.notes)
     if verdict is not None:
         record["check"] = asdict(verdict)
     return _plain(record)
@@ -109,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 def lines(record: dict[str, Any]) -> list[str]:
     """The record for people, a line each."""
-    said = []
+    said: list[str] = list(record.get("notes", []))
     rounding: dict[str, float] = record.get("rounding", {})
     if rounding:
         mean = sum(rounding.values()) / len(rounding)
