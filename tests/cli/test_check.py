@@ -129,6 +129,8 @@ def test_a_technique_that_does_not_fit_is_a_finding(place: Path) -> None:
         (["check", "none.yaml"], "none.yaml"),
         (["check", "tiny", "rows.jsonl", "--json", "rows.jsonl"], "the output exists"),
         (["check", "tiny", "rows.jsonl", "--print-config"], "check prints no configuration"),
+        ([*SOUND, "--resume", "--overwrite"], "--resume goes on with a run as it is"),
+        ([*SOUND, "--allow-partial"], "--allow-partial is about an adapter"),
     ],
 )
 def test_wrong_settings_exit_with_2(

@@ -73,6 +73,7 @@ command.__signature__ = _merged()  # type: ignore[attr-defined]
 
 def _resolved(given: Mapping[str, Any]) -> Any:
     """The run's configuration, as `train` would have it; MODEL may be a run.yaml or a run."""
+    train_verb.refuse_contradictions(given)
     config: Path | None = given["config"]
     flags = train_verb.flags_of(given)
     if given["print_config"]:
@@ -137,18 +138,19 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
             case.failed.setdefault("model", error)
     if case.model is not None:
         try:
-            case.edit = _applied(case.model, resolved, given["init_from"])
+            case.edit = _applied(case.model, resolved, given)
         except AfinaError as error:
             case.failed["technique"] = error
     return case.look(settings.source, settings.val)
 
 
-def _applied(model: Any, resolved: Any, init_from: Path | None) -> Any:
+def _applied(model: Any, resolved: Any, given: Mapping[str, Any]) -> Any:
     """The edit of the run: fresh, or as an adapter has it."""
     from afina.table import apply
 
-    if init_from is not None:
-        return train_verb.start_from(model, resolved, init_from)[0]
+    source, partial = given["init_from"], given["allow_partial"]
+    if source is not None:
+        return train_verb.start_from(model, resolved, source, allow_partial=partial)[0]
     settings = resolved.config
     return apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
 
