@@ -235,6 +235,28 @@ def test_a_pickle_is_not_opened(
     assert Path("opened").exists()
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
+def test_types_stay_and_what_is_rounded_is_said(
+    folder: Path, stored: torch.dtype, base: torch.dtype
+) -> None:
+    """The base keeps its type and the adapter trains on in fp32, whatever the file has."""
+    edit_tensors(folder, lambda t: t.update({k: v.to(stored) for k, v in t.items()}))
+    model = llama(base)
+    edit = files.load(model, folder)
+    added = {id(p) for delta in edit.deltas.values() for p in delta.parameters()}
+    assert {p.dtype for p in model.parameters() if id(p) not in added} == {base}
+    assert {p.dtype for p in model.parameters() if id(p) in added} == {torch.float32}
+    # Of what the folder's fixture holds, fp64 adds no digit and the two short types lose none to fp32.
+    exact = base is torch.float32 or stored is base
+    said = [note for note in edit.notes if "rounded" in note]
+    assert (said == []) == exact
+    if said:
+        assert said[0].startswith("1 tensors (base_model.model.lm_head.weight, …) are")
+    for key, tensor in load_file(folder / WEIGHTS).items():
+        assert torch.equal(files.peft_tensors(edit)[key], tensor.to(files.peft_tensors(edit)[key]))
+
+
 # --- settings that are no settings --------------------------------------------------------------------------------
 
 JUNK = (
@@ -260,6 +282,23 @@ KEYS = (
     "layers_to_transform", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "peft_type",
     "init_lora_weights", "use_dora", "base_model_name_or_path", "task_type",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('"lora_alpha": NaN', "NaN is no number"),
+        ('"lora_alpha": Infinity', "Infinity is no number"),
+        ('"lora_alpha": 1e999', "1e999 is no number"),
+        ('"r": 4, "r": 8', "given twice: r"),
+        ('"x": ' + "[" * 100_000, "recursion"),
+    ],
+    ids=["nan", "inf", "overflow", "twice", "deep"],
+)
+def test_json_that_readers_take_in_different_ways(folder: Path, line: str, said: str) -> None:
+    text = (folder / CONFIG).read_text(encoding="utf-8").replace("{", "{" + line + ",", 1)
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    assert said in refused(folder)
 
 
 @pytest.mark.parametrize("key", KEYS)
