@@ -103,6 +103,18 @@ def test_prepared_rows_need_no_tokenizer(tmp_path: Path) -> None:
     assert checked.exit_code() == 0
 
 
+def test_a_pad_that_is_the_stop_token_masks_nothing(tmp_path: Path) -> None:
+    """Rows padded with the token that ends their answers train as with any other pad."""
+    losses: list[Any] = []
+    for pad in ("<|im_end|>", "<|pad|>"):
+        case = Case(tmp_path, data_settings={"packing": False})
+        case.tokenizer.pad_token = pad
+        checked = case.check()
+        assert checked["stop token"].status == checked["labels"].status == "ok"
+        losses.append((checked["start"].values["loss"], checked["first step"].values["losses"]))
+    assert losses[0] == losses[1]
+
+
 def test_rows_with_a_class_cannot_train_yet(tmp_path: Path) -> None:
     case = Case(tmp_path, val=None, data=[{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
     checked = case.check()

@@ -111,6 +111,27 @@ def test_prepared_rows_train_their_stop(form: str | None, settings: dict[str, An
     assert (finding.status, finding.values["turns"]) == ("ok", 3)
 
 
+@pytest.mark.parametrize(
+    ("form", "stop"),
+    [
+        (kit.CHATML, "<|im_end|>"),
+        (kit.LLAMA3, "<|eot|>"),
+        (kit.GEMMA, "<end_of_turn>"),
+        (kit.MISTRAL, "</s>"),
+    ],
+)
+def test_the_stop_is_the_templates_own_and_not_merely_the_end_of_text(form: str, stop: str) -> None:
+    """What `generate` stops on is asked, as a run does: of a model that names the end of text alone."""
+    model, tokenizer = tiny_llama(eos_token_id=1), tokenizer_of(form)
+    rows = prepare(ASKED, tokenizer, DataSettings()).rows
+    asked = preflight.subject_of(
+        model, tokenizer, (rows, []), TrainSettings(), DataSettings(), given=False
+    )
+    finding = stop_token(asked)
+    assert finding.values == {"turns": 3, "without_stop": 0, "stop_tokens": [stop]}
+    assert finding.status == ("ok" if stop == "</s>" else "note")
+
+
 def masked_stop(prepared: Prepared, which: list[int]) -> list[Row]:
     """The rows with the label of the stop taken away from some."""
     out: list[Row] = []
