@@ -11,6 +11,8 @@ from transformers import (
     BertForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -29,6 +31,12 @@ def t5() -> Any:
 
 def mamba() -> Any:
     return MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2))
+
+
+def roberta() -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 260, "num_attention_heads": 2, "max_position_embeddings": 34}
+    return RobertaForCausalLM(RobertaConfig(is_decoder=True, pad_token_id=1, **sizes))
 
 
 def classifier() -> Any:
@@ -179,3 +187,37 @@ def test_who_can_keep_rows_apart() -> None:
     assert not seams.supports_rows(t5())
     assert not seams.supports_rows(mamba())
     assert not seams.supports_rows(torch.nn.Linear(2, 2))
+    assert not seams.supports_rows(roberta())
+
+
+def test_where_rows_begin() -> None:
+    assert seams.first_position(roberta()) == 2  # behind the padding's position, which is its id
+    for name in ("llama", "gpt2", "bert"):
+        assert seams.first_position(battery.build(name)) == 0, name
+
+
+class Hybrid(torch.nn.Module):
+    """Blocks of two kinds in one list, as models that mix attention and recurrence have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [torch.nn.Bilinear(2, 2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))]
+        self.layers = torch.nn.ModuleList(blocks)
+        self.q_proj = torch.nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "lora.target: all-linear: no stack"),
+        ({"target": ("attention",)}, "lora.target: attention"),
+        ({"target": ("q_proj",), "layers": "0"}, "lora.layers: no stack"),
+    ],
+)
+def test_blocks_of_several_kinds_are_said(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(TechniqueError) as caught:
+        LoRA(rank=1, **settings).apply(Hybrid())
+    assert said in str(caught.value)
+    assert "got:    layers of Bilinear, Sequential" in str(caught.value)
+    assert "name the modules themselves, in lora.target" in str(caught.value)
+    assert list(LoRA(rank=1, target=("q_proj",)).apply(Hybrid()).deltas) == ["q_proj.lora"]

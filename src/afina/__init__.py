@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from afina.adapters.files import load as load_adapter
+    from afina.adapters.merge import Merged, MergeSettings, merge
     from afina.config import EvalSettings, GenerateSettings, TrainSettings
     from afina.data.settings import DataSettings
     from afina.errors import AfinaError
     from afina.evaluate.evaluate import evaluate
     from afina.models.generate import generate
     from afina.models.hub import load
+    from afina.reports.check import check
     from afina.table import apply
     from afina.techniques.full import Full
     from afina.techniques.lora import LoRA
@@ -34,14 +36,18 @@ _HOMES = {
     "Full": "afina.techniques.full",
     "GenerateSettings": "afina.config",
     "LoRA": "afina.techniques.lora",
+    "MergeSettings": "afina.adapters.merge",
+    "Merged": "afina.adapters.merge",
     "Run": "afina.train.job",
     "RunOptions": "afina.train.options",
     "TrainSettings": "afina.config",
     "apply": "afina.table",
+    "check": "afina.reports.check",
     "evaluate": "afina.evaluate:",
     "generate": "afina.models.generate",
     "load": "afina.models.hub",
     "load_adapter": "afina.adapters.files:load",
+    "merge": "afina.adapters.merge",
     "train": "afina.train:",
 }
 
@@ -53,14 +59,18 @@ __all__ = [
     "Full",
     "GenerateSettings",
     "LoRA",
+    "MergeSettings",
+    "Merged",
     "Run",
     "RunOptions",
     "TrainSettings",
     "apply",
+    "check",
     "evaluate",
     "generate",
     "load",
     "load_adapter",
+    "merge",
     "train",
 ]
 

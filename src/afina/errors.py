@@ -69,11 +69,20 @@ class RunError(AfinaError):
     exit_code = 7
 
 
-def nearest(word: str, known: list[str] | tuple[str, ...], most: int = 3) -> list[str]:
-    """The known words most like `word`, best first; empty when none is near."""
+def nearest(
+    word: str, known: list[str] | tuple[str, ...], most: int = 3, *, alike: float = 0.5
+) -> list[str]:
+    """The known words most like `word`, best first; empty when none is near.
+
+    Args:
+        word: what was written.
+        known: what is known.
+        most: how many to give.
+        alike: how much of two words must agree, from 0 to 1; a guess that does harm when wrong needs more.
+    """
     import difflib
 
-    return difflib.get_close_matches(word, known, n=most, cutoff=0.5)
+    return difflib.get_close_matches(word, known, n=most, cutoff=alike)
 
 
 def counted(number: int, what: str) -> str:

@@ -97,6 +97,32 @@ def stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     return found
 
 
+def require_stack(model: nn.Module, wanted_by: str) -> None:
+    """Raises where no stack of blocks is found, and says what was found instead.
+
+    Args:
+        model: any.
+        wanted_by: the setting that needs blocks.
+
+    Raises:
+        TechniqueError: there are none, or they are of several kinds.
+    """
+    if stacks(model):
+        return
+    mixed = {
+        name: sorted({type(child).__name__ for child in module})
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) > 1
+    }
+    name, kinds = next(iter(mixed.items()), ("", []))
+    raise TechniqueError(
+        f"{wanted_by}: no stack of equal blocks is found in this model",
+        got=f"{name} of {', '.join(kinds)}" if kinds else type(model).__name__,
+        wanted="a list of blocks of one class",
+        cure="name the modules themselves, in lora.target or full.target, and leave layers out",
+    )
+
+
 def blocks(model: nn.Module) -> list[Block]:
     """Every block of every stack, in the order of the model."""
     return [
@@ -147,6 +173,7 @@ def chosen_layers(model: nn.Module, layers: Layers, *, setting: str) -> set[int]
     wanted = parse_layers(layers)
     if wanted is None:
         return set(range(depth))
+    require_stack(model, setting)
     outside = [n for n in wanted if not -depth <= n < depth]
     if outside:
         raise TechniqueError(
@@ -252,16 +279,29 @@ def _classifies(model: nn.Module) -> bool:
     return "Classification" in type(model).__name__
 
 
+def first_position(model: nn.Module) -> int:
+    """The number that the model itself gives to a row's first position: 0, but behind the padding's in RoBERTa's kin.
+
+    Those keep their padding's id as the position of padding, and count from the next number on.
+    """
+    for module in model.modules():
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            return table.padding_idx + 1
+    return 0
+
+
 def supports_rows(model: nn.Module) -> bool:
     """Whether attention can be told which row a token belongs to, which packing needs.
 
     True where the model takes its attention from Transformers' `AttentionInterface`; a model with recurrent or
-    convolutional mixing beside it would still leak across rows, so those are refused.
+    convolutional mixing beside it would still leak across rows, so those are refused. So are models that do not count
+    positions from 0 (`first_position`), whose rows would lie elsewhere than where they were trained.
     """
     if not getattr(model, "_supports_attention_backend", False):
         return False
     config = getattr(model, "config", None)
-    if config is None or getattr(config, "is_encoder_decoder", False):
+    if config is None or getattr(config, "is_encoder_decoder", False) or first_position(model):
         return False
     mixers = ("mamba", "ssm", "conv1d", "rwkv", "recurrent", "deltanet", "linear_attn", "shortconv")
     return not any(

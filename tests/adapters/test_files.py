@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from afina.adapters import files
 from afina.errors import AdapterError
@@ -18,9 +16,16 @@ from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from tests import battery
+from tests.adapters.kit import (
+    CONFIG,
+    FILES,
+    WEIGHTS,
+    Tensors,
+    edit_config,
+    edit_tensors,
+    refused,
+)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-Tensors = dict[str, Tensor]
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -33,35 +38,13 @@ def folder(tmp_path: Path) -> Path:
     return files.save(edit, tmp_path / "adapter", base="tiny")
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8")) | changes
-    config = {k: v for k, v in config.items() if v != "gone"}
-    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-
-
-def edit_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def refused(folder: Path, model: Any = None) -> str:
-    """The error's text; asserts that the model is bitwise as it was."""
-    model = battery.build("llama", torch.float32) if model is None else model
-    before = battery.picture(model)
-    with pytest.raises(AdapterError) as caught:
-        files.load(model, folder)
-    battery.same_picture(battery.picture(model), before)
-    return str(caught.value)
-
-
 def test_it_loads_as_it_is(folder: Path) -> None:
     """The control of all that follows."""
     model = battery.build("llama", torch.float32)
     edit = files.load(model, folder)
     for key, tensor in load_file(folder / WEIGHTS).items():
         assert torch.equal(files.peft_tensors(edit)[key], tensor)
-    assert {p.name for p in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert {p.name for p in folder.iterdir()} == FILES
 
 
 def test_what_the_configuration_says(folder: Path) -> None:
@@ -111,7 +94,8 @@ def test_a_wrong_shape(folder: Path) -> None:
 
 
 def test_a_rank_that_is_not_the_configuration_s(folder: Path) -> None:
-    edit_tensors(folder, lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(3, 16)}))
+    smaller = {f"{Q}.lora_A.weight": torch.ones(3, 16), f"{Q}.lora_B.weight": torch.ones(16, 3)}
+    edit_tensors(folder, lambda t: t.update(smaller))
     assert "file 3, configuration 4" in refused(folder)
 
 
@@ -187,7 +171,7 @@ def test_a_damaged_file(folder: Path, keep: int) -> None:
 
 
 def test_another_base(folder: Path) -> None:
-    assert "modules that this model does not have" in refused(folder, battery.build("gpt2"))
+    assert "the model has no such place" in refused(folder, battery.build("gpt2"))
     torch.manual_seed(0)
     wider = battery.llama(hidden_size=32).eval()
     assert "(4, 16)" in refused(folder, wider)
@@ -276,7 +260,7 @@ def test_a_save_replaces_the_adapter_that_was_there(folder: Path) -> None:
     (folder / "old.txt").write_text("old", encoding="utf-8")
     edit = apply(battery.build("llama"), [LoRA(rank=2)])
     files.save(edit, folder, base="tiny")
-    assert {p.name for p in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert {p.name for p in folder.iterdir()} == FILES
     assert [p.name for p in folder.parent.iterdir()] == ["adapter"]
     assert len(files.load(battery.build("llama"), folder).deltas) == 14
 

@@ -7,50 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForSequenceClassification
 
 from afina.adapters import files
 from afina.errors import AdapterError
 from afina.techniques.lora import LoRA
 from tests import battery
-
-
-def gemma3() -> Any:
-    """An embedding that multiplies what it looks up by the root of the width."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": battery.VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "initializer_range": 0.3, "tie_word_embeddings": False, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).double().eval()
-
-
-def classifier() -> Any:
-    torch.manual_seed(0)
-    config = battery.llama().config
-    config.num_labels, config.pad_token_id = 3, 0
-    return LlamaForSequenceClassification(config).double().eval()
-
-
-def build(name: str) -> Any:
-    made = {"gemma3": gemma3, "classifier": classifier}
-    return made[name]() if name in made else battery.build(name)
-
-
-def peer(name: str, folder: Path, **settings: Any) -> torch.Tensor:
-    """Saves an adapter that PEFT made, its tensors random; returns its logits."""
-    with battery.quiet():
-        model: Any = get_peft_model(build(name), LoraConfig(**({"r": 4} | settings)))
-        torch.manual_seed(5)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-        model.eval().save_pretrained(str(folder))
-    return battery.logits(model)
-
+from tests.adapters.kit import build, peer
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "rslora": ("llama", {"use_rslora": True, "lora_alpha": 5, "target_modules": "all-linear"}),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import afina
 from afina import cli
 from afina.config import GenerateSettings
+from afina.errors import ModelError
+from afina.models import generate as generating
 from tests.tiny import byte_tokenizer, follow, save_model, save_run, says, tiny_llama
 
 HERE = ["--device", "cpu", "--dtype", "fp32"]
@@ -190,3 +194,129 @@ def test_a_run_trained_without_the_template_is_asked_without_it(
         got[flag] = lines_of(out)[0]["completion"]
     assert got[""] == got["--plain"]
     assert got[""] != got["--chat-template"]
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the model's decoding end with an interrupt at the batch of that number; 0 is never."""
+
+    def at(batch: int) -> None:
+        left = [batch]
+
+        def run(job: Any, budget: int) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return whole(job, budget)
+
+        monkeypatch.setattr(generating._Job, "run", run)
+
+    whole = generating._Job.run
+    return at
+
+
+def words_of(model: Path, folder: Path, *more: str) -> list[str]:
+    prompts = folder / "p.txt"
+    prompts.write_text("one\nthe second\nthe third prompt\nfour\n", encoding="utf-8")
+    flags = ["--batch-rows", "1", "--max-new-tokens", "6", "--temperature", "0.8", *HERE]
+    return ["generate", str(model), str(prompts), "-o", str(folder / "out.jsonl"), *flags, *more]
+
+
+def test_an_interrupt_keeps_what_is_done_and_the_same_command_goes_on(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], interrupted: Any
+) -> None:
+    words, out, part = (
+        words_of(model, tmp_path),
+        tmp_path / "out.jsonl",
+        tmp_path / "out.jsonl.part",
+    )
+    assert cli.main(words) == 0
+    whole = out.read_bytes()
+    out.unlink()
+    assert not part.exists()
+    interrupted(3)
+    assert cli.main(words) == 130
+    assert f"2 of 4 answers are kept in {part}: the same command goes on" in capsys.readouterr().err
+    assert not out.exists()
+    assert [row["id"] for row in lines_of(part)[1:]] == [2, 1]  # the longest prompts come first
+    with part.open("a") as torn:
+        torn.write('{"id": 0, "te')  # as a kill while a line is written
+    interrupted(2)  # the batches that are made are those left
+    assert cli.main(words) == 130
+    assert "going on with 2 answers of an interrupted run" in capsys.readouterr().err
+    assert len(lines_of(part)) == 4
+    interrupted(0)
+    assert cli.main(words) == 0
+    assert out.read_bytes() == whole
+    assert not part.exists()
+
+
+def test_unfinished_answers_of_another_command_are_not_replaced_unasked(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], interrupted: Any
+) -> None:
+    words, part = words_of(model, tmp_path), tmp_path / "out.jsonl.part"
+    interrupted(2)
+    assert cli.main(words) == 130
+    kept = part.read_bytes()
+    assert cli.main([*words, "--seed", "1"]) == 2
+    assert "unfinished answers of another command are in the way" in capsys.readouterr().err
+    assert part.read_bytes() == kept
+    interrupted(0)
+    assert cli.main([*words, "--seed", "1", "--force"]) == 0
+    assert len(lines_of(tmp_path / "out.jsonl")) == 4
+    part.write_text("not of ours\n", encoding="utf-8")
+    (tmp_path / "out.jsonl").unlink()
+    assert cli.main(words) == 2
+
+
+def test_another_adapter_is_another_command(
+    model: Path, tmp_path: Path, interrupted: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_run(tmp_path / "run", model)
+    interrupted(2)
+    assert cli.main(words_of(run, tmp_path)) == 130
+    again = save_run(tmp_path / "again", model, seed=1)
+    (run / "adapter" / "adapter_model.safetensors").write_bytes(
+        (again / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
+    interrupted(0)
+    assert cli.main(words_of(run, tmp_path)) == 2
+    assert "unfinished answers of another command" in capsys.readouterr().err
+
+
+def test_an_interrupt_before_the_first_answer_leaves_nothing(
+    model: Path, tmp_path: Path, interrupted: Any
+) -> None:
+    interrupted(1)
+    assert cli.main(words_of(model, tmp_path)) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_an_interrupt_on_the_standard_output_writes_what_is_done(
+    model: Path, tmp_path: Path, interrupted: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(3)
+    words = words_of(model, tmp_path, "-o", "-")
+    assert cli.main(words) == 130
+    shown = capsys.readouterr()
+    assert [json.loads(line)["id"] for line in shown.out.splitlines()] == [1, 2]
+    assert "2 of 4 answers were made, and are written" in shown.err
+
+
+def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|far|>"]})
+    base = save_model(tmp_path / "m", tiny_llama(), tokenizer)
+    loaded, tokenizer = afina.load(base, dtype="fp32", device="cpu")
+    for ask in (
+        afina.generate,
+        lambda *given: next(generating.stream(given[0], given[1], given[2][0])),
+    ):
+        with pytest.raises(
+            ModelError, match=r"prompt 1 has a token that the model has no embedding for"
+        ) as caught:
+            ask(loaded, tokenizer, ["a<|far|>"])
+        assert "'<|far|>' (id 260)" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -203,3 +204,17 @@ def test_every_verb_has_help_with_examples(
     shown = capsys.readouterr().out
     assert f"Usage: afina {verb_name}" in shown
     assert f"afina {verb_name} " in shown.split("\n", 1)[1], "an example is a line to copy"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["techniques"], ["models", "list", "--json"]])
+def test_a_closed_pipe_ends_quietly(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `afina … | head` when head has read enough
+    done = subprocess.run(
+        [sys.executable, "-m", "afina.cli", *words],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

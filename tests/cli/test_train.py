@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +137,137 @@ def test_held_out_rows_are_accounted_for(place: Path, capsys: pytest.CaptureFixt
     assert said in capsys.readouterr().err
     twice = ["--val", "rows.jsonl", "--set", "data.val_fraction=0.4", "--overwrite"]
     assert main([*COMMON, *twice]) == 2
+
+
+def test_a_run_goes_on_with_more_steps_when_changes_are_allowed(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMON, "--steps", "2"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "-o", "run"]) == 0
+    assert "this run is finished (2 steps), and nothing was changed" in capsys.readouterr().err
+    assert main(["train", "--resume", "-o", "run", "--steps", "3"]) == 7
+    said = capsys.readouterr().err
+    assert "train.steps: 2 then, 3 now" in said
+    assert "--allow-changes" in said
+    assert main(["train", "--resume", "--allow-changes", "-o", "run", "--steps", "3"]) == 0
+    assert [line["step"] for line in read_metrics(place / "run")] == [1, 2, 3]
+    text = (place / "run/config.yaml").read_text()
+    assert text.startswith("# step 2: resumed with train.steps: 2 then, 3 now\n")
+    # The configuration is now the longer run's, with where its steps came from, and loads.
+    assert "# --steps" in text
+    assert main(["train", "--resume", "-o", "run"]) == 0
+    assert main([*COMMON, "--steps", "2", "--allow-changes"]) == 2
+
+
+def test_a_damaged_checkpoint_names_the_one_before_it_and_nothing_is_touched(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMON, "--steps", "4", "--set", "train.save_every=1"]) == 0
+    (place / "run/result.json").unlink()
+    kept = (place / "run/adapter/adapter_model.safetensors").read_bytes()
+    harmed = place / "run/checkpoints/step-000004/optimiser.safetensors"
+    harmed.write_bytes(harmed.read_bytes()[:100])
+    before = {p: p.read_bytes() for p in (place / "run").rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert main(["train", "--resume", "-o", "run"]) == 7
+    said = capsys.readouterr().err
+    assert "optimiser.safetensors has 100 bytes" in said
+    assert "afina train --resume-from step-000003 -o run" in said
+    assert {p: p.read_bytes() for p in (place / "run").rglob("*") if p.is_file()} == before
+    assert main(["train", "--resume-from", "step-000003", "-o", "run"]) == 0
+    assert (place / "run/adapter/adapter_model.safetensors").read_bytes() == kept
+
+
+def test_on_nan_is_a_setting_and_an_option(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model whose norm is NaN has no finite loss: skipped until it is clear that it is not the rows."""
+    from safetensors.torch import load_file, save_file
+
+    path = place / "tiny/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, path, metadata={"format": "pt"})
+    words = [*COMMON, "--steps", "20", "--rows-per-step", "4"]
+    assert main([*words, "--on-nan", "skip"]) == 7
+    said = capsys.readouterr().err
+    assert "10 steps in a row were not finite" in said
+    assert said.count("skipped, the loss of micro-batch") == 9
+    assert main([*words, "--overwrite"]) == 7
+    said = capsys.readouterr().err
+    assert "step 1: the loss or the gradient is not finite" in said
+    assert "rows.jsonl:" in said
+    assert main([*words, "--on-nan", "ignore", "--overwrite"]) == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_answered_saved_and_told_by_the_status(
+    place: Path, capsys: pytest.CaptureFixture[str], number: int, status: int
+) -> None:
+    """Sent when the first steps are written; however many more are made by then, the run goes on to the same end."""
+    words = [*COMMON, "--steps", "200", "--rows-per-step", "4", "--set", "train.seed=3"]
+
+    def press() -> None:
+        while len(read_metrics(place / "run")) < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), number)
+
+    other = threading.Thread(target=press)
+    other.start()
+    assert main(words) == status
+    other.join()
+    said = capsys.readouterr().err
+    done = len(read_metrics(place / "run"))
+    assert 2 <= done < 200
+    assert "then saving; press Ctrl-C again to stop at once" in said
+    assert f"stopped after step {done} of 200, saved; go on with: afina train --resume" in said
+    assert (place / "run/checkpoints/latest").read_text() == f"step-{done:06d}"
+    assert not (place / "run/adapter").exists()
+
+
+@pytest.mark.slow
+def test_a_real_process_is_killed_and_interrupted_and_goes_on_from_elsewhere(
+    place: Path,
+) -> None:
+    """kill -9, then Ctrl-C, each resumed from another working directory: the end of an unbroken run."""
+    words = ["train", "tiny", "rows.jsonl", "--val", "rows.jsonl", "--steps", "60"]
+    for setting in (
+        "train.rows_per_step=4",
+        "train.save_every=5",
+        "train.eval_every=20",
+        "train.threads=1",
+        "techniques.lora.dropout=0.2",
+    ):
+        words += ["--set", setting]
+    assert main([*words, "-o", "whole"]) == 0
+
+    def broken(start: list[str], cwd: Path, after: int, number: int) -> tuple[int, str]:
+        """Starts a process and sends it a signal once it has done `after` steps; its status and what it said."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "afina.cli", *start], cwd=cwd, stderr=subprocess.PIPE, text=True
+        )
+        while process.poll() is None and len(read_metrics(place / "run")) < after:
+            time.sleep(0.02)
+        process.send_signal(number)
+        said = process.communicate()[1]
+        return process.returncode, said
+
+    other = place / "elsewhere/deeper"
+    other.mkdir(parents=True)
+    status, said = broken([*words, "-o", "run"], place, 12, signal.SIGKILL)
+    assert status == -signal.SIGKILL, said
+    there = ["train", "--resume", "-o", "../../run"]
+    status, said = broken(there, other, 30, signal.SIGINT)
+    assert status == 130, said
+    assert "finishing step" in said
+    assert "go on with: afina train --resume -o ../../run" in said
+    assert "Traceback" not in said
+    assert main(["train", "--resume", "-o", "run"]) == 0
+    names = ("adapter/adapter_model.safetensors", "checkpoints/step-000060/optimiser.safetensors")
+    for name in names:
+        assert (place / "run" / name).read_bytes() == (place / "whole" / name).read_bytes(), name
+    pairs = [
+        [(x["step"], x["loss"], x.get("val_loss")) for x in read_metrics(place / name)]
+        for name in ("run", "whole")
+    ]
+    assert pairs[0] == pairs[1]
+    assert [step for step, *_ in pairs[0]] == list(range(1, 61))

@@ -213,7 +213,10 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
         "content that is not text",
     ),
-    "no messages": ({"messages": []}, "'messages' has the wrong type"),
+    "no messages": (
+        {"messages": []},
+        "an empty conversation\n  got:    no turn in column 'messages'",
+    ),
     "speaker": (
         {"conversations": [{"from": "narrator", "value": "x"}]},
         "message 0 has an unknown role",

@@ -322,3 +322,24 @@ def test_progress_and_modes(tokenizer, rows):
     evaluate(model, tokenizer, rows, settings, on_progress=lambda *n: seen.append(n))
     assert seen == [("loss", 2, 4), ("loss", 4, 4), ("answers", 4, 4)]
     assert model.training
+
+
+def test_a_row_with_a_token_the_model_has_not_is_named(tokenizer):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|far|>"]})
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "<|far|>", "completion": "b"}]
+    with pytest.raises(
+        DataError, match="row:2: a token that the model has no embedding for"
+    ) as caught:
+        evaluate(tiny_llama(), tokenizer, rows, LOSS_ONLY)
+    assert "'<|far|>', id 260" in str(caught.value)
+
+
+def test_bad_rows_are_skipped_where_that_is_asked(tokenizer):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}]
+    with pytest.raises(DataError, match=r"row:2: this row is not like the others"):
+        evaluate(tiny_llama(), tokenizer, rows, LOSS_ONLY)
+    scores = evaluate(
+        tiny_llama(), tokenizer, rows, LOSS_ONLY, data=DataSettings(on_bad_row="skip")
+    )
+    assert scores.n == 1

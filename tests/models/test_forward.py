@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BertConfig, BertModel, RobertaConfig, RobertaForCausalLM
 
 from afina.data.packing import collate
 from afina.errors import ModelError
 from afina.models import forward
+from afina.models.generate import generate
 from afina.types import IGNORE, Batch, Row
 from tests import battery
+from tests.tiny import byte_tokenizer
 
 
 def rows() -> list[Row]:
@@ -147,3 +150,51 @@ def test_smollm2_in_fp32() -> None:
     torch.testing.assert_close(packed, single, rtol=1e-4, atol=0)
     (name,) = one
     assert (one[name] - other[name]).norm() <= 1e-4 * one[name].norm()
+
+
+def roberta() -> Any:
+    """A decoder that keeps position 1 for padding and begins its rows at 2, as RoBERTa's kin."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 260, "num_attention_heads": 4, "max_position_embeddings": 34}
+    config = RobertaConfig(is_decoder=True, pad_token_id=1, initializer_range=0.5, **sizes)
+    return RobertaForCausalLM(config).double().eval()
+
+
+def test_positions_that_do_not_begin_at_nought_are_never_packed() -> None:
+    model = roberta()
+    row = Row(tokens=(7, 8, 9, 10), trained=(False, True, True, True), id=0)
+    single = forward.trained_logits(model, collate([row], False, 1))[0]
+    alone = model(torch.tensor([row.tokens])).logits[0, :3]
+    torch.testing.assert_close(single, alone)
+    # What packing would have given, had it not been refused.
+    numbered = model(torch.tensor([row.tokens]), position_ids=torch.arange(4)[None]).logits[0, :3]
+    assert (numbered - alone).abs().max() > 0.1
+    with (
+        pytest.raises(ModelError, match="cannot keep packed rows apart"),
+        forward.packing(model, True),
+    ):
+        pass
+    with pytest.raises(ModelError, match="wrong positions when it generates"):
+        generate(model, byte_tokenizer(), ["a"])
+
+
+def test_the_context_is_what_positions_are_left() -> None:
+    model = roberta()
+    assert forward.context_of(model) == 32
+    model(torch.full((1, 32), 7))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        model(torch.full((1, 33), 7))
+    assert (
+        forward.context_of(battery.build("llama"))
+        == battery.build("llama").config.max_position_embeddings
+    )
+    assert forward.context_of(torch.nn.Linear(2, 2)) is None
+
+
+def test_a_model_without_logits_has_no_loss() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=40, num_hidden_layers=1, **sizes))
+    row = Row(tokens=(7, 8), trained=(False, True), id=0)
+    with pytest.raises(ModelError, match=r"predicts no tokens(.*\n)*.*BertModel"):
+        forward.trained_logits(model, collate([row], False, 0))

@@ -10,13 +10,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from afina.errors import ModelError
-from afina.models.tokenizer import CONTROL_BYTES, repair_pad, repair_pre
+from afina.models.tokenizer import CONTROL_BYTES, check_vocabulary, repair_pad, repair_pre
 from tests.tiny import byte_tokenizer
 
 
-def model(*, eos=None):
+def model(*, eos=None, rows=1000):
     """What `repair_pad` sees of a model."""
+    embedding = SimpleNamespace(weight=SimpleNamespace(shape=(rows, 4)))
     return SimpleNamespace(
+        get_input_embeddings=lambda: embedding,
         config=SimpleNamespace(pad_token_id=None),
         generation_config=SimpleNamespace(eos_token_id=eos, pad_token_id=None),
     )
@@ -42,6 +44,29 @@ def test_pad_that_ends_answers_or_is_missing_gives_way(pad):
     tokenizer = words(["<unk>", "<s>", "</s>", "<|endoftext|>"], eos_token="</s>", pad_token=pad)
     repair_pad(model(), tokenizer)
     assert tokenizer.pad_token_id == 3
+
+
+def test_a_pad_behind_the_embedding_gives_way(caplog):
+    tokenizer = words(["<unk>", "</s>", "word"], eos_token="</s>", pad_token="<added>")
+    assert tokenizer.pad_token_id == 3
+    check_vocabulary("here", model(rows=3), tokenizer)
+    assert (
+        "here: the model has no embedding for 1 added tokens of its tokenizer: <added>"
+        in caplog.text
+    )
+    repair_pad(model(rows=3), tokenizer)
+    assert tokenizer.pad_token == "<unk>"
+
+
+def test_more_ordinary_tokens_than_the_model_has_is_refused(caplog):
+    tokenizer = words(["<unk>", "</s>", "word", "another"], eos_token="</s>")
+    with pytest.raises(
+        ModelError, match="the tokenizer knows more tokens than the model"
+    ) as caught:
+        check_vocabulary("here", model(rows=3), tokenizer)
+    assert "here: ids up to 3, and 3 rows of the embedding" in str(caught.value)
+    check_vocabulary("here", model(rows=4), tokenizer)
+    assert not caplog.text
 
 
 def test_every_stop_token_of_the_generation_config_is_avoided():

@@ -146,6 +146,21 @@ def test_kept_state_goes_on_bitwise(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(resumed.state_tensors()[key], value), key
 
 
+def test_kept_state_goes_to_the_device_of_its_tensor() -> None:
+    """It comes from a file, so from the CPU. (The meta device stands for a GPU here; its kernels are not fused.)"""
+    own = tensors()
+    optimiser = Optimiser(own, {}, "adamw", OPTIONS)
+    run(optimiser, own, range(1))
+    elsewhere = {n: nn.Parameter(p.detach().to("meta")) for n, p in own.items()}
+    other = Optimiser(elsewhere, {}, "adamw", OPTIONS)
+    other.load_state_tensors(optimiser.state_tensors())
+    for parameter in elsewhere.values():
+        state = other.inner.state[parameter]
+        assert state["exp_avg"].device.type == "meta"
+        assert state["exp_avg_sq"].device.type == "meta"
+        assert state["step"].device.type == "cpu"
+
+
 def test_without_its_state_it_would_go_on_differently() -> None:
     straight = tensors()
     whole = Optimiser(straight, {}, "adamw", OPTIONS)

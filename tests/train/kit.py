@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from afina.config import TrainSettings
 from afina.data.packing import collate
@@ -17,9 +19,13 @@ from afina.table import apply
 from afina.techniques.lora import LoRA
 from afina.train import micro
 from afina.train.loop import Seams, Work, backward
+from afina.train.options import RunOptions
+from afina.train.report import Silent
+from afina.train.result import Run
+from afina.train.run import train
 from afina.tree import Edit, Technique
 from afina.types import Row
-from tests.tiny import tiny_llama
+from tests.tiny import byte_tokenizer, tiny_llama
 
 
 def ragged_rows(count: int, *, seed: int = 0, untrained: Sequence[int] = ()) -> list[Row]:
@@ -86,3 +92,36 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     """Over tensors of the same names."""
     assert a.keys() == b.keys()
     return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+def run(
+    out: Path, technique: Any = None, *, model: Any = None, options: Any = None, **rest: Any
+) -> Run:
+    """A run over ten ragged rows, four a step, unless told otherwise."""
+    model = model or tiny_llama()
+    edit = apply(model, [technique or LoRA(rank=2)], seed=1)
+    given = {"rows_per_step": 4, "micro_rows": 2, "lr": 1e-2, **rest}
+    val = given.pop("val", None)
+    data = given.pop("data", ragged_rows(10))
+    options = RunOptions(**{"reporter": Silent(), "base": "tiny", **(options or {})})
+    return train(model, byte_tokenizer(), data, edit, out, val=val, options=options, **given)
+
+
+def weights(found: Run) -> dict[str, torch.Tensor]:
+    return load_file(found.weights / "adapter_model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+class Stop(Exception):
+    """The power goes."""
+
+
+def stop_after(step: int) -> Seams:
+    def stop(done: int) -> None:
+        if done == step:
+            raise Stop
+
+    return Seams(after_step=(stop,))

@@ -17,38 +17,20 @@ from afina.errors import ConfigError, ModelError, RunError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
-from afina.train.job import Run
+from afina.train import keeper, metrics
 from afina.train.loop import Seams
 from afina.train.metrics import read_metrics
 from afina.train.options import RunOptions
 from afina.train.report import Silent
 from afina.train.run import train
-from tests.tiny import byte_tokenizer, tiny_gpt2, tiny_llama
-from tests.train.kit import ragged_rows
+from tests.tiny import tiny_gpt2, tiny_llama
+from tests.train.kit import Stop, ragged_rows, run, same, stop_after, weights
 
 
-def run(
-    out: Path, technique: Any = None, *, model: Any = None, options: Any = None, **rest: Any
-) -> Run:
-    """A run over ten ragged rows, four a step, unless told otherwise."""
-    model = model or tiny_llama()
-    edit = apply(model, [technique or LoRA(rank=2)], seed=1)
-    given = {"rows_per_step": 4, "micro_rows": 2, "lr": 1e-2, **rest}
-    val = given.pop("val", None)
-    data = given.pop("data", ragged_rows(10))
-    options = RunOptions(**{"reporter": Silent(), "base": "tiny", **(options or {})})
-    return train(model, byte_tokenizer(), data, edit, out, val=val, options=options, **given)
-
-
-def weights(found: Run) -> dict[str, torch.Tensor]:
-    return load_file(found.weights / "adapter_model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def test_the_folder_holds_all_that_later_verbs_need(tmp_path: Path) -> None:
+def test_the_folder_holds_all_that_later_verbs_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "plot_loss", metrics.plot_loss)
     found = run(tmp_path / "run", epochs=2, save_every=2)
     names = {p.relative_to(found.folder).as_posix() for p in found.folder.rglob("*") if p.is_file()}
     assert {
@@ -64,6 +46,12 @@ def test_the_folder_holds_all_that_later_verbs_need(tmp_path: Path) -> None:
         "checkpoints/latest",
         "checkpoints/step-000006/state.json",
         "checkpoints/step-000006/optimiser.safetensors",
+        "checkpoints/step-000006/random.safetensors",
+        "checkpoints/step-000006/manifest.json",
+        "start.json",
+        "result.json",
+        "adapter/afina.json",
+        "adapter/README.md",
     } <= names
     assert (found.folder / "checkpoints/latest").read_text() == "step-000006"
     assert not any("tmp" in name for name in names)
@@ -106,18 +94,6 @@ def test_packing_does_not_change_what_is_learnt(tmp_path: Path) -> None:
     padded = {"data_settings": DataSettings(packing=False)}
     two = weights(run(tmp_path / "b", epochs=1, options=padded))
     assert max(float((one[n] - two[n]).abs().max()) for n in one) < 1e-10
-
-
-class Stop(Exception):
-    """The power goes."""
-
-
-def stop_after(step: int) -> Seams:
-    def stop(done: int) -> None:
-        if done == step:
-            raise Stop
-
-    return Seams(after_step=(stop,))
 
 
 @pytest.mark.parametrize("model", [tiny_llama, tiny_gpt2])

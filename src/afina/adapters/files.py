@@ -1,23 +1,14 @@
 """Adapters on disk, in Hugging Face PEFT's layout: written by afina and read by PEFT, and the reverse.
 
-`adapter_config.json` says what was adapted, `adapter_model.safetensors` holds the tensors:
-
-| what | key after `base_model.model.<module>.` | shape |
-|---|---|---|
-| linear, `Conv1D` | `lora_A.weight`, `lora_B.weight` | (r, in), (out, r) |
-| embedding | `lora_embedding_A`, `lora_embedding_B` | (r, vocabulary), (width, r) |
-| whole module | the module's own names | the module's own |
-
-Source: the files that PEFT 0.21.2 writes and reads.
+An adapter is written beside its place, read back, compared, and then put into its place: what is there is whole. It is
+read strictly: every tensor of the file has its place in the model, or nothing is changed.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +18,50 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from afina import seams
-from afina.adapters.fitting import drop_base_copies, technique_of
-from afina.adapters.layout import CONFIG, PREFIX, WEIGHTS, read_config, read_tensors
-from afina.errors import AdapterError, ConfigError, TechniqueError
+from afina.adapters.card import Record, card, dumps, record_of
+from afina.adapters.fitting import KINDS, SHOWN, Fitted, fit
+from afina.adapters.kinds import Kind
+from afina.adapters.layout import (
+    CARD,
+    CONFIG,
+    PREFIX,
+    RECORD,
+    WEIGHTS,
+    read_tensors,
+    refuse_unusable,
+)
+from afina.adapters.replace import replace_folder
+from afina.errors import AdapterError, AfinaError
 from afina.table import apply
-from afina.techniques.lora import LoRA, LoRADelta
 from afina.tree import Edit
 
+__all__ = ["Fitted", "Record", "fit", "load", "peft_config", "peft_tensors", "put", "read_tensors"]
+__all__ += ["replace_folder", "restore", "save"]
 
-def save(edit: Edit, folder: str | Path, *, base: str, tokenizer: Any = None) -> Path:
-    """Writes the adapter of `edit` to `folder`, whole or not at all.
+
+def save(
+    edit: Edit,
+    folder: str | Path,
+    *,
+    base: str,
+    tokenizer: Any = None,
+    record: Record | None = None,
+) -> Path:
+    """Writes the adapter of `edit` to `folder`, whole or not at all; equal adapters give equal bytes.
 
     Args:
         edit: of a model that LoRA changed.
         folder: is replaced if it is an adapter already.
         base: name or folder of the base model, for whoever loads the adapter.
         tokenizer: saved beside it, with its chat template.
+        record: data, settings and scores, for `afina.json` and the model card.
 
     Returns:
         The folder.
 
     Raises:
-        AdapterError: when the edit has something that PEFT's layout cannot hold, or the folder holds something else.
+        AdapterError: when the edit has something that PEFT's layout cannot hold, or NaN or infinity, or is undone or
+            disabled; when the folder holds something else; or when what was written reads back otherwise.
     """
     folder = Path(folder)
     if folder.exists() and not (folder / CONFIG).exists() and any(folder.iterdir()):
@@ -57,67 +70,137 @@ def save(edit: Edit, folder: str | Path, *, base: str, tokenizer: Any = None) ->
             got=folder,
             cure="name another folder",
         )
-    config = peft_config(edit, base)
-    # Clones, for a tied tensor stands under two keys and the file must hold it twice.
-    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
+    _refuse_state(edit)
+    with edit.unfolded():
+        config = peft_config(edit, base)
+        # Clones, for a tied tensor stands under two keys and the file must hold it twice.
+        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
+        known = record_of(edit, base, record or Record())
+    refuse_unusable(tensors, "not saved")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
+        # One entry of metadata: the order of several would change from process to process.
         save_file(dict(sorted(tensors.items())), temporary / WEIGHTS, metadata={"format": "pt"})
-        text = json.dumps(config, indent=2, sort_keys=True)
-        (temporary / CONFIG).write_text(text, encoding="utf-8")
+        texts = {
+            CONFIG: dumps(config),
+            RECORD: dumps(known),
+            CARD: card(known, tensors, chats=bool(getattr(tokenizer, "chat_template", None))),
+        }
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        _compare(temporary, tensors, texts)
         replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
-def replace_folder(temporary: Path, folder: Path) -> None:
-    """Puts a finished folder in its place; an older one there is gone only after that."""
-    if not folder.exists():
-        temporary.rename(folder)
+def _refuse_state(edit: Edit) -> None:
+    """Raises for an edit whose tensors are not, or not just now, what was trained."""
+    if edit.undone:
+        what, cure = "the edit was undone, and what it trained is gone", "save before edit.undo()"
+    elif not all(delta.enabled for delta in edit.deltas.values()):
+        what, cure = "the edit is disabled", "save outside of edit.disabled()"
+    elif any(tensor.is_meta for tensor in edit.trainable().values()):
+        what, cure = "the model is on the meta device and has no values", "load its weights first"
+    else:
         return
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    folder.rename(old)
-    temporary.rename(folder)
-    shutil.rmtree(old)
+    raise AdapterError(what, got=", ".join(t.key for t in edit.techniques), cure=cure)
 
 
-def load(model: nn.Module, folder: str | Path) -> Edit:
+def _compare(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Reads what was written.
+
+    Raises:
+        AdapterError: when it is not what was meant.
+    """
+    written = read_tensors(folder)
+    problems = [f"{key}: missing or too much" for key in sorted(set(written) ^ set(tensors))]
+    for key in sorted(set(written) & set(tensors)):
+        one, other = written[key], tensors[key]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            problems.append(
+                f"{key}: {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
+            )
+        elif not torch.equal(one, other):
+            problems.append(f"{key}: other values")
+    problems += [
+        f"{name}: other text"
+        for name, text in texts.items()
+        if (folder / name).read_text(encoding="utf-8") != text
+    ]
+    if problems:
+        raise AdapterError(
+            "the adapter that was written is not the one in memory, and was not put into its place",
+            got="\n          ".join(problems[:SHOWN]),
+            cure="check the disk, and save again",
+        )
+
+
+def load(model: nn.Module, folder: str | Path, *, allow_partial: bool = False) -> Edit:
     """Puts the adapter in `folder` onto `model`; every tensor of the file is applied, or none.
 
     Args:
         model: the base model, unchanged.
         folder: in PEFT's layout, holding LoRA.
+        allow_partial: leave out what does not fit, and log a warning that lists it, instead of raising.
 
     Returns:
-        The edit; its `undo()` takes the adapter off.
+        The edit; its `undo()` takes the adapter off, and its notes say how many tensors were applied, and onto what.
 
     Raises:
-        AdapterError: listing what does not fit.
+        AdapterError: listing what does not fit; the model is as it was.
     """
-    folder = Path(folder)
-    config = read_config(folder)
-    tensors = read_tensors(folder)
-    drop_base_copies(model, tensors)
+    return put(model, fit(model, Path(folder), allow_partial=allow_partial))
+
+
+def put(model: nn.Module, fitted: Fitted) -> Edit:
+    """Puts a fitted adapter onto its model.
+
+    Raises:
+        AdapterError: when the model does not take it, such as one that has an adapter on the same places.
+    """
+    told = fitted.notes[0].partition(":")[0]
     try:
-        edit = apply(model, [technique_of(model, config, tensors)])
-    except (TechniqueError, ConfigError, ValidationError, re.error) as error:
-        raise AdapterError(
-            f"the adapter in {folder} cannot be put onto this model", got=error
-        ) from None
+        edit = apply(model, [fitted.technique])
+    except (AfinaError, ValidationError) as error:
+        raise AdapterError(f"{told} cannot be put onto this model", got=error) from None
     try:
-        restore(edit, tensors)
+        restore(edit, fitted.tensors)
     except BaseException:
         edit.undo()
         raise
+    edit.notes.extend([*fitted.notes, *_rounded(edit, fitted.tensors)])
     return edit
 
 
-def restore(edit: Edit, tensors: dict[str, Tensor]) -> None:
-    """Gives `edit`'s tensors the values read from an adapter file.
+def _rounded(edit: Edit, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Says which tensors lost digits, for the model's type is coarser than the file's."""
+    lost: dict[str, float] = {}
+    for key, mine in peft_tensors(edit).items():
+        if mine.dtype != tensors[key].dtype:
+            error = (mine.detach().cpu().double() - tensors[key].double()).abs().max()
+            if error > 0:
+                lost[key] = error.item()
+    if not lost:
+        return []
+    types = sorted({str(tensors[key].dtype).removeprefix("torch.") for key in lost})
+    return [
+        f"{len(lost)} tensors ({min(lost)}, …) are {' and '.join(types)} in the file and were rounded to this "
+        f"model's type, by at most {max(lost.values()):.1e}"
+    ]
+
+
+def restore(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
+    """Gives `edit`'s tensors these values.
+
+    Args:
+        edit: of the very technique that the tensors are of.
+        tensors: by PEFT's standard keys, as afina writes them, or as `fit` found them.
 
     Raises:
         AdapterError: when a tensor of either side has no partner, or a shape differs; nothing is changed then.
@@ -130,12 +213,12 @@ def restore(edit: Edit, tensors: dict[str, Tensor]) -> None:
         for key in sorted(set(mine) & set(tensors))
         if mine[key].shape != tensors[key].shape
     ]
-    problems += [] if problems else _torn(mine, tensors)
     if problems:
-        more = f"\n          … and {len(problems) - 8} more" if len(problems) > 8 else ""
+        hidden = len(problems) - SHOWN
+        more = [f"… and {hidden} more"] if hidden > 0 else []
         raise AdapterError(
             f"the adapter does not fit this model: {len(problems)} of its tensors",
-            got="\n          ".join(problems[:8]) + more,
+            got="\n          ".join([*problems[:SHOWN], *more]),
             cure="load the base model that adapter_config.json names",
         )
     with torch.no_grad():
@@ -143,32 +226,18 @@ def restore(edit: Edit, tensors: dict[str, Tensor]) -> None:
             target.copy_(tensors[key])
 
 
-def _torn(mine: dict[str, Tensor], tensors: dict[str, Tensor]) -> list[str]:
-    """Keys of one tensor here (a tie) that hold two different ones in the file."""
-    first: dict[int, str] = {}
-    return [
-        f"{key} and {first[id(target)]}: one tensor in this model, two that differ in the file"
-        for key, target in mine.items()
-        if not torch.equal(tensors[first.setdefault(id(target), key)], tensors[key])
-    ]
-
-
 def peft_tensors(edit: Edit) -> dict[str, Tensor]:
-    """The edit's tensors under PEFT's keys; writing into them writes into the model."""
+    """The edit's tensors under PEFT's keys; writing into them writes into the model.
+
+    Raises:
+        AdapterError: when the edit is not one technique that PEFT's layout can hold.
+    """
+    kind = _kind(edit)
     found: dict[str, Tensor] = {}
     for name, delta in edit.deltas.items():
-        if not isinstance(delta, LoRADelta):
-            raise AdapterError(
-                "the layout of PEFT cannot hold this", got=type(delta).__name__, wanted="LoRA"
-            )
-        module = PREFIX + name.removesuffix(".lora")
-        if delta.kind == "embedding":
-            found[f"{module}.lora_embedding_A"] = delta.a
-            found[f"{module}.lora_embedding_B"] = delta.b
-        else:
-            found[f"{module}.lora_A.weight"] = delta.a
-            found[f"{module}.lora_B.weight"] = delta.b
-    trained = {id(p): p for p in edit.in_place.values()}
+        module = PREFIX + name.removesuffix(f".{kind.technique.key}")
+        found |= {f"{module}.{part}": tensor for part, tensor in kind.tensors(delta).items()}
+    trained = {id(p) for p in edit.in_place.values()}
     # A tied tensor has two names, and PEFT, which copies whole modules, must find it under both.
     for name, parameter in edit.model.named_parameters(remove_duplicate=False):
         if id(parameter) in trained:
@@ -180,57 +249,33 @@ def peft_config(edit: Edit, base: str) -> dict[str, Any]:
     """The contents of `adapter_config.json`.
 
     Raises:
-        AdapterError: when the edit is not one LoRA.
+        AdapterError: when the edit is not one technique that PEFT's layout can hold.
     """
-    if [t.key for t in edit.techniques] != ["lora"]:
-        raise AdapterError(
-            "the layout of PEFT holds one LoRA",
-            got=", ".join(t.key for t in edit.techniques) or "no technique",
-            cure="save a fully trained model with model.save_pretrained",
-        )
-    lora = edit.techniques[0]
-    assert isinstance(lora, LoRA)
-    deltas = {
-        n.removesuffix(".lora"): d for n, d in edit.deltas.items() if isinstance(d, LoRADelta)
-    }
-    ranks = {name: delta.rank for name, delta in deltas.items()}
-    alphas = {name: _alpha(delta, lora) for name, delta in deltas.items()}
-    whole = sorted({name.rsplit(".", 1)[0] for name in _names(edit)})
-    return {
-        "peft_type": "LORA",
-        "task_type": _task(edit.model, whole),
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": _plain(lora.alpha),
-        "lora_dropout": lora.dropout,
-        "target_modules": _target_modules(edit.model, list(deltas)),
-        "exclude_modules": None,
-        "use_rslora": lora.rslora,
-        "use_dora": False,
-        "bias": "none",
-        "fan_in_fan_out": any(delta.kind == "conv1d" for delta in deltas.values()),
-        "modules_to_save": whole or None,
-        "rank_pattern": {n: r for n, r in sorted(ranks.items()) if r != lora.rank},
-        "alpha_pattern": {n: _plain(a) for n, a in sorted(alphas.items()) if a != lora.alpha},
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
-
-
-def _names(edit: Edit) -> list[str]:
+    kind = _kind(edit)
     trained = {id(p) for p in edit.in_place.values()}
     every = edit.model.named_parameters(remove_duplicate=False)
-    return [name for name, p in every if id(p) in trained]
+    whole = sorted({name.rsplit(".", 1)[0] for name, p in every if id(p) in trained})
+    return {
+        "peft_type": kind.peft_type,
+        "task_type": _task(edit.model, whole),
+        "base_model_name_or_path": base,
+        "modules_to_save": whole or None,
+        "inference_mode": True,
+        **kind.config(edit),
+    }
 
 
-def _alpha(delta: LoRADelta, lora: LoRA) -> float:
-    """The alpha of one place; the technique's own where the scale says that, free of rounding."""
-    alpha = delta.scaling * (delta.rank**0.5 if lora.rslora else delta.rank)
-    return lora.alpha if math.isclose(alpha, lora.alpha, rel_tol=1e-12) else round(alpha, 9)
-
-
-def _plain(number: float) -> float | int:
-    return int(number) if float(number).is_integer() else number
+def _kind(edit: Edit) -> Kind:
+    kinds = {kind.technique.key: kind for kind in KINDS.values()}
+    keys = [technique.key for technique in edit.techniques]
+    if len(keys) != 1 or keys[0] not in kinds:
+        raise AdapterError(
+            "the layout of PEFT does not hold this",
+            got=", ".join(keys) or "no technique",
+            wanted="one of " + ", ".join(kinds),
+            cure="save a fully trained model with model.save_pretrained",
+        )
+    return kinds[keys[0]]
 
 
 def _task(model: nn.Module, whole: list[str]) -> str | None:
@@ -241,10 +286,3 @@ def _task(model: nn.Module, whole: list[str]) -> str | None:
     if "Classification" in name and seams.head(model).name in whole:
         return "SEQ_CLS" if "Sequence" in name else "TOKEN_CLS"
     return None
-
-
-def _target_modules(model: nn.Module, targets: list[str]) -> list[str]:
-    """Last parts of the names where these say exactly the targets (as PEFT reads them), else whole names."""
-    tails = sorted({name.rsplit(".", 1)[-1] for name in targets})
-    reached = {s.name for s in seams.map_sites(model) if s.name.rsplit(".", 1)[-1] in tails}
-    return tails if reached == set(targets) else sorted(targets)

@@ -14,11 +14,13 @@ rounding gives. So its first part is its own, and `same_base` compares the signs
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from afina.tree import Edit
+from afina.tree import Delta, Edit
 
 SAMPLES = 64
 """Values of each tensor that are looked at; of a tensor that is no larger, all."""
@@ -27,22 +29,46 @@ _STRIDE = 2654435761
 """A large prime: its multiples, modulo the size of a tensor, fall into all rows and columns."""
 
 
-def base_fingerprint(model: nn.Module, edit: Edit | None = None) -> str:
-    """The fingerprint of the frozen base under `edit`: equal with the edit on it or off, and on any machine.
+Read = Callable[[str], Tensor]
+"""The values of a base tensor, by its name in the model."""
+
+
+def base_fingerprint(
+    model: nn.Module,
+    edit: Edit | None = None,
+    *,
+    without: Iterable[str] = (),
+    read: Read | None = None,
+) -> str:
+    """The fingerprint of the frozen base: equal with an edit on it or off, and on any machine.
 
     Args:
-        model: its parameters are looked at, not its buffers.
-        edit: what it attached is left out, and so are base tensors that it trains in place: whoever compares two
-            fingerprints must have the same tensors trained in place.
+        model: its parameters are looked at, not its buffers, and not what techniques attached to it.
+        edit: base tensors that it trains in place are left out; what it folded into the base is not seen.
+        without: names of further base tensors to leave out. Whoever compares two fingerprints must leave out the same.
+        read: gives the values of one tensor after the other, where the model itself is on the meta device.
 
     Returns:
         `bf16:<64 bits>+signs:<64 bits>`, in hexadecimal; `fp16:…` where a base tensor is fp16. A change of a tensor
         that misses its samples is not seen.
     """
+    with nullcontext() if edit is None else edit.unfolded():
+        return _fingerprint(model, edit, without, read)
+
+
+def _fingerprint(
+    model: nn.Module, edit: Edit | None, without: Iterable[str], read: Read | None
+) -> str:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    left_out = {id(named[name]) for name in without if name in named}
+    if edit is not None:
+        left_out |= {id(p) for p in edit.in_place.values()}
     values, signs, half = hashlib.sha256(), hashlib.sha256(), False
-    for name, parameter in sorted(_frozen(model, edit).items()):
-        half |= parameter.dtype == torch.float16
-        sample = _sample(parameter)
+    for name, parameter in sorted(_base(model).items()):
+        if id(parameter) in left_out:
+            continue
+        sample = _sample(parameter.detach() if read is None else read(name))
+        half |= sample.dtype == torch.float16
         head = f"{name}{tuple(parameter.shape)}".encode()
         values.update(head + _as_bf16(sample))
         signs.update(head + torch.signbit(sample.double()).numpy().tobytes())
@@ -58,13 +84,11 @@ def same_base(one: str, other: str) -> bool:
     return one.rpartition("+")[2] == other.rpartition("+")[2]
 
 
-def _frozen(model: nn.Module, edit: Edit | None) -> dict[str, Tensor]:
-    """The base's tensors by name, without what an edit added or trains; a tied one under its first name."""
-    left_out: set[int] = set()
-    if edit is not None:
-        added = (p for delta in edit.deltas.values() for p in delta.parameters())
-        left_out = {id(p) for p in (*added, *edit.in_place.values())}
-    return {n: p.detach() for n, p in model.named_parameters() if id(p) not in left_out}
+def _base(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The base's own parameters by name, a tied one under its first."""
+    deltas = (m for m in model.modules() if isinstance(m, Delta))
+    attached = {id(p) for delta in deltas for p in delta.parameters()}
+    return {n: p for n, p in model.named_parameters() if id(p) not in attached}
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -1,131 +1,197 @@
-"""Which LoRA a file in PEFT's layout describes, and whether it is all there and made for this model.
-
-Source: how PEFT 0.21.2 reads `target_modules`, `rank_pattern` and the other patterns of its configuration.
-"""
+"""An adapter on disk fitted to a model: all of it, or an error that lists what does not fit."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from afina import seams
-from afina.adapters.layout import PREFIX
-from afina.errors import AdapterError
-from afina.techniques.lora import LoRA
+from afina.adapters.card import read_record
+from afina.adapters.checking import (
+    Problem,
+    part_problems,
+    take_copies,
+    tie_problems,
+    whole_problems,
+)
+from afina.adapters.fingerprint import Read, base_fingerprint, same_base
+from afina.adapters.kinds import Kind, Places, refuse_settings
+from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors
+from afina.adapters.names import entries
+from afina.adapters.peft_lora import LORA
+from afina.adapters.placing import Placed, place
+from afina.errors import AdapterError, ConfigError
+from afina.tree import Technique
+
+KINDS: Mapping[str, Kind] = {kind.peft_type: kind for kind in (LORA,)}
+"""The techniques that PEFT's layout can hold, by PEFT's name."""
+
+SHOWN = 8
+"""Problems that an error lists; it counts the others."""
+
+_log = logging.getLogger(__name__)
 
 
-def drop_base_copies(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Takes out the copies of base tensors that PEFT writes beside an adapted embedding.
+@dataclass(frozen=True)
+class Fitted:
+    """An adapter, ready to be put onto the model that it was fitted to.
+
+    Attributes:
+        technique: makes its places.
+        tensors: their values, by PEFT's standard keys.
+        notes: how the two met: how many tensors fit, what is known of the base, what was renamed or left out.
+    """
+
+    technique: Technique
+    tensors: Mapping[str, Tensor]
+    notes: tuple[str, ...]
+
+
+def fit(
+    model: nn.Module,
+    folder: Path,
+    *,
+    allow_partial: bool = False,
+    read: Read | None = None,
+    checks_base: bool = True,
+) -> Fitted:
+    """Reads the adapter in `folder` and fits it to `model`, which is not changed.
+
+    Args:
+        model: the base, without this adapter on it.
+        folder: in PEFT's layout.
+        allow_partial: leave out what does not fit, and log a warning that lists it, instead of raising.
+        read: the values of the model's tensors, where the model itself is on the meta device.
+        checks_base: compare the base with the fingerprint that the adapter has, if it has one.
 
     Raises:
-        AdapterError: when such a copy differs from this model's own tensor.
+        AdapterError: listing what does not fit, or saying why the folder cannot be used at all.
     """
-    for key in [k for k in tensors if ".base_layer." in k]:
-        name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
-        copy = tensors.pop(key)
-        own = dict(model.named_parameters(remove_duplicate=False)).get(name)
-        if own is None or own.shape != copy.shape or not torch.equal(own, copy.to(own)):
-            raise AdapterError(
-                "the adapter was made beside other base weights than this model's",
-                got=f"{key} differs from {name}",
-                cure="load the base model that adapter_config.json names",
-            )
-
-
-def technique_of(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> LoRA:
-    """The LoRA value that makes exactly the places the file has tensors for.
-
-    Raises:
-        AdapterError: when the file names modules that the model has not, lacks some that its configuration names,
-            or its ranks are others than the configuration says.
-    """
-    ranks: dict[str, int] = {}
-    whole: set[str] = set()
-    ending = re.compile(r"\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B)$")
-    for key, tensor in tensors.items():
-        name = key.removeprefix(PREFIX)
-        found = ending.search(name)
-        if found is None:
-            whole.add(name.rsplit(".", 1)[0])
-        elif "_A" in found[1]:
-            ranks[name[: found.start()]] = tensor.shape[0]
-    modules = {name for name, _ in model.named_modules()}
-    strangers = sorted((set(ranks) | whole) - modules)
-    if strangers or not ranks:
+    config = read_config(folder)
+    kind = refuse_settings(config, KINDS, folder / CONFIG)
+    tensors = read_tensors(folder)
+    try:
+        placed = place(model, config, kind, entries(tensors, kind.ending, kind.part))
+        placed.read = read
+        base = _base(placed, folder) if checks_base else (None, ("its base was not compared",))
+        notes = _fit(placed, folder, len(tensors), base, allow_partial=allow_partial)
+        whole = sorted({name.rpartition(".")[0] for name in placed.whole})
+        technique = kind.technique_of(model, config, Places(placed.parts, whole, placed.seen))
+    except (ConfigError, ValidationError) as error:
+        raise AdapterError(f"cannot load {folder / CONFIG}", got=error) from None
+    except re.error as error:
         raise AdapterError(
-            f"the adapter changes {len(strangers)} modules that this model does not have"
-            if strangers
-            else "the adapter's file holds no LoRA tensors",
-            got=", ".join(strangers[:4]) or None,
-            wanted=", ".join(sorted(m for m in modules if "." in m)[:2]) + ", …",
+            f"cannot load {folder / CONFIG}: a pattern in it is no regular expression",
+            got=f"{error.pattern!r}: {error}",
+        ) from None
+    return Fitted(technique, _standard(placed), notes)
+
+
+_OfBase = tuple[str | None, tuple[str, ...]]
+"""How a base differs from the one that an adapter was made for, None when it does not; and what is known."""
+
+
+def _fit(
+    placed: Placed, folder: Path, total: int, base: _OfBase, *, allow_partial: bool
+) -> tuple[str, ...]:
+    """Raises, or takes out, what does not fit; the notes of it all."""
+    applied, config = total, placed.config
+    problems = _problems(placed)
+    other_base, known = base
+    left_out: list[str] = []
+    if problems or other_base:
+        error = _error(folder, config, problems, other_base, total)
+        if not allow_partial:
+            raise error
+        applied -= leave_out(placed, [name for name, _ in problems])
+        _log.warning("an adapter is applied IN PART, as --allow-partial asks: %s", error)
+        left_out += [f"other base: {other_base}"] if other_base else []
+        left_out += [f"left out {name}: {why}" for name, why in problems]
+    if not placed.parts:
+        raise AdapterError(
+            f"nothing of the adapter in {folder} can be put onto this model",
+            got=f"{total} tensors",
+            wanted=f"tensors of {placed.kind.technique.__name__} for this model's modules",
             cure=f"load the base model {config.get('base_model_name_or_path')!r}",
         )
-    absent = _absent(model, config, set(ranks), whole)
-    if absent:
-        raise AdapterError(
-            "the adapter's file lacks modules that its configuration names",
-            got=", ".join(absent[:4]),
-            cure="get the whole adapter again, or load the base model that it was made for",
-        )
-    alphas = {n: _pattern(config.get("alpha_pattern"), n, config["lora_alpha"]) for n in ranks}
-    expected = {n: _pattern(config.get("rank_pattern"), n, config["r"]) for n in ranks}
-    lying = [
-        f"{n}: file {ranks[n]}, configuration {expected[n]}"
-        for n in ranks
-        if ranks[n] != expected[n]
+    told = f"adapter {folder}: applied {applied} of {total} tensors"
+    return (told, *known, *placed.notes, *left_out)
+
+
+def _problems(placed: Placed) -> list[Problem]:
+    return [
+        *take_copies(placed),
+        *part_problems(placed),
+        *whole_problems(placed),
+        *tie_problems(placed),
     ]
-    if lying:
-        raise AdapterError(
-            "ranks in the file and in the configuration differ", got="; ".join(lying[:4])
+
+
+def leave_out(placed: Placed, names: list[str]) -> int:
+    """Takes out every place and every whole module that has a tensor of these names.
+
+    Returns:
+        How many tensors of the file went.
+    """
+    bad = set(names)
+    parts = [n for n in placed.parts if n in bad or any(name.startswith(f"{n}.") for name in bad)]
+    # A module is saved whole, so it goes when one of its tensors does, and a tied one wherever it stands.
+    modules = {name.rpartition(".")[0] for name in bad & {*placed.own, *placed.whole}}
+    whole = [n for n in placed.whole if n in bad or n.rpartition(".")[0] in modules]
+    copies = [name for name in placed.copies if name in bad]
+    gone = sum(len(placed.parts.pop(name)) for name in parts) + len(whole) + len(copies)
+    for name in whole:
+        del placed.whole[name]
+    return gone
+
+
+def _standard(placed: Placed) -> dict[str, Tensor]:
+    """The tensors under the keys that PEFT itself would write."""
+    parts = placed.parts.items()
+    found = {f"{PREFIX}{name}.{end}": tensor for name, p in parts for end, tensor in p.items()}
+    return found | {PREFIX + name: tensor for name, tensor in placed.whole.items()}
+
+
+def _base(placed: Placed, folder: Path) -> _OfBase:
+    model, config = placed.model, placed.config
+    record = read_record(folder)
+    if record is None:
+        return None, (
+            "no fingerprint of its base, which only afina writes: fit judged by names and shapes alone",
         )
-    return LoRA(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        dropout=config.get("lora_dropout") or 0.0,
-        rslora=bool(config.get("use_rslora")),
-        target=tuple(ranks),
-        rank_pattern={n: r for n, r in ranks.items() if r != config["r"]},
-        alpha_pattern={n: a for n, a in alphas.items() if a != config["lora_alpha"]},
-        modules_to_save=tuple(sorted(whole)),
+    here = base_fingerprint(model, without=record.trained, read=placed.read)
+    if same_base(record.fingerprint, here):
+        return None, ("its base is this model, by fingerprint",)
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    wanted = config.get("base_model_name_or_path")
+    return f"wanted {wanted} ({record.fingerprint}), this is {name} ({here})", ()
+
+
+def _error(
+    folder: Path,
+    config: Mapping[str, Any],
+    problems: list[Problem],
+    other_base: str | None,
+    total: int,
+) -> AdapterError:
+    lines = [f"{name}: {why}" for name, why in problems]
+    hidden = len(lines) - SHOWN
+    lines = [*lines[:SHOWN], *([f"… and {hidden} more"] if hidden > 0 else [])]
+    if not problems:
+        lines = [f"other weights; all its {total} tensors have a place here"]
+    what = f"the adapter in {folder} does not fit this model"
+    if other_base:
+        what = f"the adapter in {folder} was made for another base: {other_base}"
+    return AdapterError(
+        what,
+        got="\n          ".join(lines),
+        wanted=f"all of its {total} tensors in place, on the base that they were trained beside",
+        cure=f"load the base model {config.get('base_model_name_or_path')!r}; "
+        "--allow-partial (allow_partial=True) applies what fits",
     )
-
-
-def _absent(
-    model: nn.Module, config: dict[str, Any], adapted: set[str], whole: set[str]
-) -> list[str]:
-    """Modules of this model that PEFT would look for in the file and that are not there."""
-    layers = config.get("layers_to_transform")
-    chosen = {layers} if isinstance(layers, int) else set(layers or ())
-    sites = [s.name for s in seams.map_sites(model) if not chosen or s.block in chosen]
-    absent = [
-        name
-        for name in sites
-        if _named(config.get("target_modules"), name)
-        and not _named(config.get("exclude_modules"), name)
-        and name not in adapted
-        and not any(f"{name}.".startswith(f"{w}.") for w in whole)
-    ]
-    # PEFT lists heads by every name it knows; those that this model has not are nobody's loss.
-    for saved in config.get("modules_to_save") or ():
-        there = [n for n in seams.holders(model) if _named([saved], n)]
-        if there and not any(f".{saved}." in f".{w}." for w in whole):
-            absent.append(there[0])
-    return absent
-
-
-def _named(patterns: list[str] | str | None, name: str) -> bool:
-    """PEFT's rule: text is a regular expression of the whole name, a list holds names or their ends."""
-    if isinstance(patterns, str):
-        return re.fullmatch(patterns, name) is not None
-    return any(name == p or name.endswith(f".{p}") for p in patterns or ())
-
-
-def _pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that is the name or matches its end as a regular expression."""
-    for pattern, value in (patterns or {}).items():
-        if pattern == name or re.fullmatch(rf"(.*\.)?({pattern})", name):
-            return value
-    return default

@@ -1,4 +1,11 @@
-"""The two files of an adapter in PEFT's layout: their names, what may stand in them, and reading them strictly.
+"""The files of an adapter folder, and reading them without trusting them.
+
+| file | what | whose |
+|---|---|---|
+| `adapter_config.json` | what was adapted | PEFT's layout |
+| `adapter_model.safetensors` | the tensors | PEFT's layout |
+| `afina.json` | which base, data, settings and scores; see `card` | ours, and PEFT passes over it |
+| `README.md` | the same for people: the model card | ours |
 
 Source: the files that PEFT 0.21.2 writes and reads.
 """
@@ -6,131 +13,132 @@ Source: the files that PEFT 0.21.2 writes and reads.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from afina.errors import AdapterError, nearest
+from afina.errors import AdapterError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+RECORD = "afina.json"
+CARD = "README.md"
 PREFIX = "base_model.model."
+"""What stands before every name in the tensors' file."""
 
-# What plain LoRA leaves at these values; anything else is a variant that would load as something it is not.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (None, False),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "velora_config": (None,),
-}
-READ = {
-    "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "target_modules",
-    "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "inference_mode", "fan_in_fan_out",
-}  # fmt: skip
-# They tell how the adapter was made, which its tensors already contain.
-PAST = {
-    "auto_mapping", "corda_config", "eva_config", "exclude_modules", "init_lora_weights", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "ensure_weight_tying",
-}  # fmt: skip
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A file that holds one table of settings; `what` names it in errors.
+
+    Raises:
+        AdapterError: when it is no such file.
+    """
+    try:
+        found = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_once,
+            parse_constant=_finite,
+            parse_float=_finite,
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{what} is not JSON", got=f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise AdapterError(f"{what} is not a table of settings", got=f"{path}: {str(found)[:80]}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table, in which a key may stand once: readers differ in which of two counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"given twice: {', '.join(k for k in found if keys.count(k) > 1)}")
+    return found
+
+
+def _finite(text: str) -> float:
+    """A number, such as JSON means: finite."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number here")
+    return number
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`adapter_config.json`, checked to be plain LoRA.
+    """`adapter_config.json`, as it stands there.
 
     Raises:
-        AdapterError: when the file is missing, is not JSON, lacks rank or alpha, or describes a variant.
+        AdapterError: when there is none, or it is not JSON.
     """
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise AdapterError(
-            "there is no adapter here", got=folder, wanted=f"a folder with {CONFIG}"
-        ) from None
-    except ValueError as error:
-        raise AdapterError(
-            "the adapter's configuration is not JSON", got=f"{path}: {error}"
-        ) from None
-    if not isinstance(config, dict):
-        raise AdapterError(
-            "the adapter's configuration is not a table of settings", got=f"{path}: {config!r}"
-        )
-    problems = _wrong_types(config)
-    if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type {config.get('peft_type')!r}: only LORA can be loaded")
-    problems += [
-        f"{key} is missing (it is never guessed)"
-        for key in ("r", "lora_alpha")
-        if key not in config
-    ]
-    problems += [
-        f"{key} = {config[key]!r}: a variant this version does not know"
-        for key, neutral in NEUTRAL.items()
-        if key in config and config[key] not in neutral
-    ]
-    known = READ | PAST | set(NEUTRAL)
-    for key, value in config.items():
-        if key not in known and value not in (None, False, {}, []):
-            near = nearest(key, sorted(known), 1)
-            hint = f" (near: {near[0]})" if near else ""
-            problems.append(f"{key} = {value!r}: an unknown setting{hint}")
-    if problems:
-        raise AdapterError(f"cannot load {path}", got="; ".join(problems), wanted="plain LoRA")
-    return config
-
-
-def _wrong_types(config: dict[str, Any]) -> list[str]:
-    """What has another type than PEFT gives it; left out and null are not of any."""
-    wanted: dict[str, tuple[type, ...]] = {
-        "r": (int,),
-        "lora_alpha": (int, float),
-        "lora_dropout": (int, float),
-        "target_modules": (list, str),
-        "modules_to_save": (list,),
-        "rank_pattern": (dict,),
-        "alpha_pattern": (dict,),
-    }
-    numbers = ("r", "lora_alpha")
-    return [
-        f"{key} = {config[key]!r}: not {' or '.join(k.__name__ for k in kinds)}"
-        for key, kinds in wanted.items()
-        if key in config
-        and (config[key] is not None or key in numbers)
-        and (not isinstance(config[key], kinds) or isinstance(config[key], bool))
-    ]
+    if (folder / CONFIG).is_file():
+        return read_json(folder / CONFIG, "the adapter's configuration")
+    # PEFT puts an adapter that is not called "default" into a folder of its name.
+    named = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    raise AdapterError(
+        "there is no adapter here",
+        got=folder,
+        wanted=f"a folder with {CONFIG}",
+        cure=f"name the adapter in it: {' or '.join(map(str, named))}" if named else None,
+    )
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter folder.
+    """The tensors of an adapter folder, by the names they have in the file.
 
     Raises:
-        AdapterError: when there is no safetensors file, or it is damaged.
+        AdapterError: when there is no safetensors file, it is damaged, or holds what is no finite number.
     """
     path = folder / WEIGHTS
     if not path.exists():
-        pickled = (folder / "adapter_model.bin").exists()
-        raise AdapterError(
-            "the adapter has no safetensors file",
-            got="adapter_model.bin, a pickle, which can run code when it is read"
-            if pickled
-            else folder,
-            wanted=path,
-            cure="convert it with PEFT: model.save_pretrained(folder)" if pickled else None,
-        )
+        raise _no_weights(folder)
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise AdapterError("the adapter's file is damaged", got=f"{path}: {error}") from None
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(
+            "the adapter's file is damaged",
+            got=f"{path}: {error}",
+            cure="get the file again",
+        ) from None
+    refuse_unusable(tensors, path)
+    return tensors
+
+
+def refuse_unusable(tensors: dict[str, Tensor], where: object) -> None:
+    """Raises when a tensor holds other things than finite floating-point numbers.
+
+    Raises:
+        AdapterError: naming them.
+    """
+    whole = [f"{k}: {t.dtype}" for k, t in tensors.items() if not t.is_floating_point()]
+    if whole:
+        raise AdapterError(
+            f"the adapter holds {len(whole)} tensors that are no floating-point numbers",
+            got=f"{where}: {', '.join(sorted(whole)[:4])}",
+            cure="save the adapter unquantised",
+        )
+    broken = sorted(k for k, t in tensors.items() if not t.float().isfinite().all())
+    if broken:
+        raise AdapterError(
+            f"the adapter holds NaN or infinity in {len(broken)} of its {len(tensors)} tensors",
+            got=f"{where}: {', '.join(broken[:4])}",
+            wanted="finite numbers",
+            cure="take an earlier checkpoint, and train on with a lower learning rate",
+        )
+
+
+def _no_weights(folder: Path) -> AdapterError:
+    pickled = sorted(p.name for p in folder.glob("adapter_model.*") if p.suffix != ".safetensors")
+    return AdapterError(
+        "the adapter has no safetensors file",
+        got=f"{', '.join(pickled)}, a pickle, which can run code when it is read"
+        if pickled
+        else folder,
+        wanted=folder / WEIGHTS,
+        cure="convert it where it may run, with PEFT: model.save_pretrained(folder)"
+        if pickled
+        else None,
+    )

@@ -62,6 +62,32 @@ class Stored:
         Raises:
             ModelError: its format is none of `DTYPES`.
         """
+        self.refuse_unknown()
+        raw = torch.empty(self.end - self.start, dtype=torch.uint8)
+        with self.file.open("rb") as stream:
+            stream.seek(self.start)
+            stream.readinto(raw.numpy().data)
+        return raw.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def mapped(self) -> Tensor:
+        """The tensor where it lies on the disk: a value is read when it is looked at. Not to be written into.
+
+        Raises:
+            ModelError: its format is none of `DTYPES`.
+        """
+        self.refuse_unknown()
+        dtype = DTYPES[self.dtype]
+        if self.start % dtype.itemsize or self.end == self.start:
+            return self.read()  # a map begins at a whole number of values
+        file = torch.UntypedStorage.from_file(str(self.file), False, self.file.stat().st_size)
+        return torch.empty(0, dtype=dtype).set_(file, self.start // dtype.itemsize, self.shape)
+
+    def refuse_unknown(self) -> None:
+        """Raises for a format that cannot be computed with.
+
+        Raises:
+            ModelError: it is none of `DTYPES`.
+        """
         if self.dtype not in DTYPES:
             raise ModelError(
                 f"{self.name} is quantised, or of a format that cannot be computed with",
@@ -69,11 +95,6 @@ class Stored:
                 wanted=", ".join(DTYPES),
                 cure="use the unquantised model as the base",
             )
-        raw = torch.empty(self.end - self.start, dtype=torch.uint8)
-        with self.file.open("rb") as stream:
-            stream.seek(self.start)
-            stream.readinto(memoryview(raw.numpy()))
-        return raw.view(DTYPES[self.dtype]).reshape(self.shape)
 
 
 def read_shards(folder: Path) -> dict[str, list[Stored]]:
@@ -199,7 +220,7 @@ def _write(stream: BinaryIO, one: Wanted) -> None:
     values = one.source()
     if values.shape != one.shape or NAMES[values.dtype] != one.dtype:
         raise ValueError(f"{one.name}: {values.dtype} {tuple(values.shape)} is not as announced")
-    stream.write(memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    stream.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_index(folder: Path, shards: Mapping[str, Iterable[Wanted]]) -> None:

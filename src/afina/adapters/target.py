@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from afina.config.document import read_file
 from afina.errors import AdapterError, ModelError, RunError
+from afina.places import exists, local
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ def resolve_run(name: str) -> Target:
         AdapterError: an adapter that does not say what its base is.
         ModelError: a folder that is none of the three.
     """
-    folder = Path(name).expanduser()
+    folder = local(name)
+    if not exists(folder):
+        return Target(name)
     if (folder / "config.yaml").is_file():
         return _of_run(folder)
     for place in (folder, folder / "adapter"):  # the second of a checkpoint
@@ -47,7 +49,7 @@ def resolve_run(name: str) -> Target:
             got=name,
             wanted="config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
         )
-    return Target(str(folder) if folder.exists() else name)
+    return Target(str(folder))
 
 
 def _of_run(folder: Path) -> Target:
@@ -75,7 +77,7 @@ def located(base: str, folder: Path) -> str:
     working directory is looked for from the folder and each folder above it; a base found nowhere stays as it is
     named, for it may be on the hub.
     """
-    named = Path(base).expanduser()
+    named = local(base)
     if named.is_absolute() or _is_model(named):
         return base
     home = folder.resolve()
@@ -84,25 +86,33 @@ def located(base: str, folder: Path) -> str:
 
 
 def _is_model(path: Path) -> bool:
+    if not exists(path):
+        return False
     if path.is_file():
         return path.suffix == ".gguf"
     return (path / "config.json").is_file() or any(path.glob("*.gguf"))
 
 
 def _of_adapter(folder: Path) -> Target:
-    try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise AdapterError("adapter_config.json is not JSON", got=f"{folder}: {error}") from None
-    base = settings.get("base_model_name_or_path")
-    if not base:
+    from afina.adapters.layout import (
+        CONFIG,
+        read_json,
+    )  # it needs torch, which `--help` must not wait for
+
+    settings = read_json(folder / CONFIG, CONFIG)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not base or not isinstance(base, str):
         raise AdapterError(
             "the adapter does not say which model it belongs to",
-            got=folder / "adapter_config.json",
-            wanted="base_model_name_or_path",
+            got=f"{folder / CONFIG}: base_model_name_or_path {str(base)[:80]!r}",
+            wanted="the name of a model",
         )
-    base = located(str(base), folder)
-    return Target(base, folder, _run_of(folder), settings.get("revision"))
+    return Target(
+        located(base, folder),
+        folder,
+        _run_of(folder),
+        revision if isinstance(revision, str) else None,
+    )
 
 
 def _run_of(adapter: Path) -> Path | None:

@@ -11,12 +11,18 @@ import sys
 from collections.abc import Sequence
 
 VERBS: dict[str, tuple[str, str]] = {
+    "check": ("afina.cli.check", "look at what would go wrong in a run, before it is made"),
     "train": ("afina.cli.train", "adapt a model to data, into a run folder"),
     "eval": ("afina.cli.eval", "measure a run or a model on data"),
     "chat": ("afina.cli.chat", "talk with a run or a model"),
     "generate": ("afina.cli.generate", "answer a file of prompts"),
+    "merge": ("afina.cli.merge", "make one model of an adapter and its base, and check it"),
     "models": ("afina.cli.models", "list, get and remove models of the cache"),
     "techniques": ("afina.cli.techniques", "list the techniques and their settings"),
+    "config-schema": (
+        "afina.cli.config_schema",
+        "write the JSON schema of a run.yaml, for editors",
+    ),
     "env": ("afina.cli.env", "show versions, devices and what this machine is good at"),
 }
 """Verb -> the module that does it, and what it does."""
@@ -29,6 +35,9 @@ EXAMPLES = (
 )
 
 INTERRUPTED = 130
+PIPE_CLOSED = 141
+"""What a shell shows of a program that SIGPIPE ended."""
+
 USAGE = 2
 
 
@@ -40,9 +49,19 @@ def main(words: Sequence[str] | None = None) -> int:
 
     Returns:
         0 done; 2 wrong usage or settings; 3 data, 4 model, 5 technique, 6 adapter, 7 run (the kinds of `AfinaError`);
-        130 interrupted. Any other exception is a defect of afina, and passes with its traceback.
+        130 interrupted; 141 nobody reads the output on. Any other exception is a defect of afina, and passes with its
+        traceback.
     """
     words = list(sys.argv[1:] if words is None else words)
+    try:
+        status = _answer(words)
+        sys.stdout.flush()  # what is left in the buffer may meet a closed pipe too
+    except BrokenPipeError:
+        return _pipe_closed()
+    return status
+
+
+def _answer(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -61,6 +80,23 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _pipe_closed() -> int:
+    """Nobody reads on, as in `afina … | head`: no fault of anyone's, and nothing to say.
+
+    The standard output goes nowhere from here, or Python would complain when it flushes at its end.
+    """
+    import os
+
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, ValueError):  # a test's or a notebook's, which is no file
+        pass
+    finally:
+        os.close(nowhere)
+    return PIPE_CLOSED
 
 
 def overview() -> str:
@@ -106,9 +142,15 @@ def _call(verb: str, words: Sequence[str]) -> int:
     else:
         text = module.command.__doc__ or VERBS[verb][1]
         app.command(name=verb, help=inspect.cleandoc(text) + examples)(module.command)
+    shown = sys.stdout
     try:
         app([verb, *words], prog_name="afina")
     except SystemExit as end:
+        if (
+            sys.stdout is not shown
+        ):  # typer met a closed pipe, and put a stream that is silent in its place
+            sys.stdout = shown
+            return _pipe_closed()
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 

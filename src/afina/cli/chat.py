@@ -11,6 +11,7 @@ import typer
 
 from afina.cli.common import Messages
 from afina.cli.loading import (
+    AllowPartial,
     Device,
     Dtype,
     Loaded,
@@ -53,6 +54,7 @@ def command(
     revision: Revision = None,
     token: Token = None,
     offline: Offline = False,
+    allow_partial: AllowPartial = False,
 ) -> None:
     """Talk with a run or a model.
 
@@ -73,7 +75,7 @@ def command(
             "stop": tuple(stop or ()),
         },
     )
-    source = Source(name, dtype, device, revision, token, offline)
+    source = Source(name, dtype, device, revision, token, offline, allow_partial)
     loaded = load_source(source, with_base=beside_base)
     without = is_plain(loaded, plain)
     chat = Chat(loaded, settings, plain=without, beside_base=beside_base)

@@ -9,6 +9,7 @@ import typer
 
 from afina.cli.common import resolve_run, table
 from afina.cli.loading import (
+    AllowPartial,
     Device,
     Dtype,
     Loaded,
@@ -72,6 +73,7 @@ def command(
     revision: Revision = None,
     token: Token = None,
     offline: Offline = False,
+    allow_partial: AllowPartial = False,
 ) -> None:
     """Measure a run or a model on data.
 
@@ -94,7 +96,7 @@ def command(
         **eval_flags(wanted),
     }
     config = _resolve(target.run, flags, sets or [])
-    source = Source(name, dtype, device, revision, token, offline)
+    source = Source(name, dtype, device, revision, token, offline, allow_partial)
     loaded = load_source(source, with_base=beside_base)
     prepared, scores, before = _scores(loaded, config, wanted, beside_base=beside_base)
     # JSON on the standard output is alone there.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from afina.cli.common import resolve_run
+from afina.cli.journal import Journal, key_of
 from afina.cli.loading import (
+    AllowPartial,
     Device,
     Dtype,
+    Loaded,
     Name,
     Offline,
     Plain,
@@ -21,10 +27,12 @@ from afina.cli.loading import (
     load_source,
     run_settings,
 )
-from afina.cli.output import note, progress, refuse_unwritable, write_jsonl
+from afina.cli.output import is_device, note, progress, refuse_unwritable, write_jsonl
 from afina.errors import counted
 
 if TYPE_CHECKING:
+    from afina.cli.prompts import Asked
+    from afina.config import GenerateSettings
     from afina.models.generate import Completion
 
 EXAMPLES = (
@@ -56,11 +64,13 @@ def command(
     revision: Revision = None,
     token: Token = None,
     offline: Offline = False,
+    allow_partial: AllowPartial = False,
 ) -> None:
     """Answer a file of prompts, in batches.
 
     Each line of the output has the prompt, the completion, its number of tokens, and why it stopped. An answer does not
-    depend on the batch it was made in. The output appears when all is done, whole.
+    depend on the batch it was made in. The output appears when all is done, whole; until then the answers are kept in
+    OUT.part, and the same command goes on after an interrupt.
     """
     from afina.cli.prompts import columns_of, read_prompts
     from afina.config import GenerateSettings, build
@@ -80,40 +90,102 @@ def command(
         },
     )
     asked = read_prompts(prompts, columns_of(run_settings(resolve_run(name))))
-    loaded = load_source(Source(name, dtype, device, revision, token, offline))
-    from afina.models.generate import encode, generate
+    loaded = load_source(Source(name, dtype, device, revision, token, offline, allow_partial))
+    ids = _encoded(loaded, asked, settings, plain=is_plain(loaded, plain))
+    journal = None
+    if out != "-" and not is_device(Path(out)):
+        journal = Journal(out, _key(loaded, settings, ids), force=force)
+    answers = _answers(loaded, ids, settings, journal, lambda made: _write(out, asked, made))
+    _write(out, asked, dict(enumerate(answers)))
+    if journal is not None:
+        journal.remove()
+    note(f"{counted(len(answers), 'answer')} in {out}{_cut_short(answers, max_new_tokens)}")
 
-    without = is_plain(loaded, plain)
+
+def _encoded(
+    loaded: Loaded, asked: Sequence[Asked], settings: GenerateSettings, *, plain: bool
+) -> list[list[int]]:
+    from afina.models.prompts import encode
+
+    return [
+        encode(
+            loaded.tokenizer, one.as_prompt(plain=plain), system=settings.system, tools=one.tools
+        )
+        for one in asked
+    ]
+
+
+def _key(loaded: Loaded, settings: GenerateSettings, ids: list[list[int]]) -> str:
+    """What the answers depend on: the weights, the settings, and the prompts."""
+    from afina.adapters.fingerprint import base_fingerprint
+
+    trained = {} if loaded.edit is None else loaded.edit.trainable()
+    digest = hashlib.sha256()
+    for name, tensor in trained.items():
+        digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
+    weights = [base_fingerprint(loaded.model, loaded.edit), digest.hexdigest()]
+    place = [str(loaded.model.dtype), loaded.model.device.type]
+    return key_of(weights, place, settings.model_dump(exclude={"batch_rows"}), ids)
+
+
+def _answers(
+    loaded: Loaded,
+    ids: list[list[int]],
+    settings: GenerateSettings,
+    journal: Journal | None,
+    write: Callable[[dict[int, Completion]], None],
+) -> list[Completion]:
+    """Every prompt's answer; what ends this early leaves the finished ones in the journal, or has them written."""
+    from afina.models.generate import Completion, generate
+
+    done = {} if journal is None else journal.done
+    answered = {
+        number: Completion(**{**row, "tokens": tuple(row["tokens"])})
+        for number, row in done.items()
+    }
+    if answered:
+        note(f"going on with {counted(len(answered), 'answer')} of an interrupted run")
+
+    def keep(made: dict[int, Completion]) -> None:
+        answered.update(made)
+        if journal is not None:
+            journal.add({number: asdict(answer) for number, answer in made.items()})
+
     show = progress()
-    answers = generate(
-        loaded.model,
-        loaded.tokenizer,
-        [
-            encode(
-                loaded.tokenizer,
-                one.as_prompt(plain=without),
-                system=settings.system,
-                tools=one.tools,
-            )
-            for one in asked
-        ],
-        settings,
-        on_progress=None if show is None else lambda done, total: show("answers", done, total),
-    )
+    try:
+        return generate(
+            loaded.model,
+            loaded.tokenizer,
+            ids,
+            settings,
+            answered=dict(answered),
+            on_answers=keep,
+            on_progress=None if show is None else lambda done, total: show("answers", done, total),
+        )
+    except BaseException:
+        if journal is None and answered:
+            write(answered)
+            note(f"{len(answered)} of {counted(len(ids), 'answer')} were made, and are written")
+        elif journal is not None:
+            journal.leave(len(ids))
+        raise
+
+
+def _write(out: str, asked: Sequence[Asked], answers: Mapping[int, Completion]) -> None:
     write_jsonl(
         out,
         (
             {
                 "id": number,
                 "prompt": one.messages[0]["content"] if len(one.messages) == 1 else one.messages,
-                "completion": answer.text,
-                "tokens": len(answer.tokens),
-                "stop_reason": answer.stop_reason,
+                "completion": answers[number].text,
+                "tokens": len(answers[number].tokens),
+                "stop_reason": answers[number].stop_reason,
             }
-            for number, (one, answer) in enumerate(zip(asked, answers, strict=True))
+            for number, one in enumerate(asked)
+            if number in answers
         ),
     )
-    note(f"{counted(len(answers), 'answer')} in {out}{_cut_short(answers, max_new_tokens)}")
 
 
 def _cut_short(answers: Sequence[Completion], most: int) -> str:

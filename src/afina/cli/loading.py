@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli.common import Target, located, resolve_run
+from afina.cli.output import note
 from afina.errors import ConfigError, ModelError
 
 Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, an adapter, or a model")]
@@ -19,6 +20,10 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default
 Revision = Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")]
 Token = Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="token of the Hub")]
 Offline = Annotated[bool, typer.Option("--offline", help="download nothing")]
+AllowPartial = Annotated[
+    bool,
+    typer.Option("--allow-partial", help="apply what fits of an adapter that does not fit whole"),
+]
 Plain = Annotated[
     bool | None,
     typer.Option(
@@ -31,7 +36,11 @@ Plain = Annotated[
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from and how it is loaded, as the flags of a verb say."""
+    """Where a model comes from and how it is loaded, as the flags of a verb say.
+
+    Attributes:
+        allow_partial: apply what fits of an adapter that does not fit whole, and list what does not.
+    """
 
     name: str
     dtype: str | None = None
@@ -39,6 +48,7 @@ class Source:
     revision: str | None = None
     token: str | None = None
     offline: bool = False
+    allow_partial: bool = False
 
     def load(self, base: str, revision: str | None) -> tuple[Any, Any]:
         """The model `base` and its tokenizer."""
@@ -121,7 +131,10 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
 
     if (target.adapter / "tokenizer_config.json").is_file():
         tokenizer = _saved_tokenizer(target.adapter, model)
-    edit = files.load(model, target.adapter)
+    fitted = files.fit(model, target.adapter, allow_partial=source.allow_partial)
+    edit = files.put(model, fitted)
+    for line in fitted.notes:
+        note(line)
     model.eval()
     return Loaded(source, target, model, tokenizer, edit)
 

@@ -28,11 +28,11 @@ def refuse_unwritable(*paths: str | None, force: bool) -> None:
             try:
                 _refuse_file(Path(path), force=force)
             except OSError as error:  # a name too long, a folder that may not be looked into
-                raise _unwritable(Path(path), error, "name a file elsewhere") from None
+                raise unwritable(Path(path), error, "name a file elsewhere") from None
 
 
 def _refuse_file(file: Path, *, force: bool) -> None:
-    if _is_device(file):
+    if is_device(file):
         return
     if file.is_dir():
         raise ConfigError("the output is a folder", got=file, wanted="the name of a file")
@@ -46,18 +46,19 @@ def _refuse_file(file: Path, *, force: bool) -> None:
         with tempfile.TemporaryFile(dir=place, prefix=".afina-"):
             pass
     except OSError as error:
-        raise _unwritable(
+        raise unwritable(
             file, error, f"name a file elsewhere; nothing can be made in {place}"
         ) from None
 
 
-def _unwritable(file: Path, error: OSError, cure: str) -> ConfigError:
+def unwritable(file: Path, error: OSError, cure: str) -> ConfigError:
+    """The error of an output that cannot be written."""
     return ConfigError(
         "the output cannot be written", got=f"{file} ({error.strerror or error})", cure=cure
     )
 
 
-def _is_device(file: Path) -> bool:
+def is_device(file: Path) -> bool:
     """Whether writing goes elsewhere than into a file: /dev/null, a pipe."""
     return file.exists() and not file.is_file() and not file.is_dir()
 
@@ -73,12 +74,12 @@ def write_text(path: str, text: str) -> None:
         return
     file = Path(path)
     try:
-        if _is_device(file):
+        if is_device(file):
             file.write_text(text, encoding="utf-8")
         else:
             _replace(file, text)
     except OSError as error:
-        raise _unwritable(file, error, _kept(file.name, text)) from None
+        raise unwritable(file, error, _kept(file.name, text)) from None
 
 
 def _replace(file: Path, text: str) -> None:

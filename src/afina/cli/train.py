@@ -34,6 +34,7 @@ FLAGS = {
     "lr": "train.lr",
     "rows_per_step": "train.rows_per_step",
     "seed": "train.seed",
+    "on_nan": "train.on_nan",
 }
 """Option -> the setting that it gives, for this verb and for `check`, which takes the same command line."""
 
@@ -66,6 +67,9 @@ def command(
     init_from: Annotated[
         Path | None, Flag(help="start from this adapter's weights (a folder, or a run)")
     ] = None,
+    allow_partial: Annotated[
+        bool, Flag("--allow-partial", help="start from what fits of that adapter")
+    ] = False,
     revision: Annotated[str | None, Flag(help="branch, tag or commit of a hub id")] = None,
     token: Annotated[str | None, Flag(envvar="HF_TOKEN", help="token of the Hub")] = None,
     offline: Annotated[bool, Flag("--offline", help="download nothing")] = False,
@@ -88,36 +92,55 @@ def command(
 
     The folder that it leaves is all that chat, eval and generate need.
     """
-    flags = flags_of(locals())
+    given = locals()
     from afina.config import dump
     from afina.errors import ConfigError
 
     if out is None and not print_config:
         raise ConfigError("there is no folder for the run", cure="name one: -o runs/my-run")
+    refuse_contradictions(given)
     resume = resume or resume_from is not None
-    if allow_changes and not resume:
-        raise ConfigError("--allow-changes is of a run that goes on", cure="add --resume")
-    if resume and (overwrite or init_from is not None):
-        raise ConfigError(
-            "--resume goes on with a run as it is",
-            cure="leave out --overwrite and --init-from",
-        )
     if resume and out is not None:
         config = config or out / "config.yaml"
-    resolved = resolve(config, flags, sets or [])
+    resolved = resolve(config, flags_of(given), sets or [])
     if print_config or out is None:
         sys.stdout.write(dump(resolved))
         return
     hub = {"token": token, "offline": offline or None}
     way = {"resume": resume, "overwrite": overwrite}
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
-    _run(resolved, out, hub, init_from=init_from, way=way, changing=changing)
+    start = {"source": init_from, "allow_partial": allow_partial}
+    _run(resolved, out, hub, start=start, way=way, changing=changing)
+
+
+def refuse_contradictions(given: Mapping[str, Any]) -> None:
+    """Raises for options that make no sense together.
+
+    Raises:
+        ConfigError: naming what to add or to leave out.
+    """
+    from afina.errors import ConfigError
+
+    resume = given["resume"] or given["resume_from"] is not None
+    if given["allow_changes"] and not resume:
+        raise ConfigError("--allow-changes is of a run that goes on", cure="add --resume")
+    if resume and (given["overwrite"] or given["init_from"] is not None):
+        raise ConfigError(
+            "--resume goes on with a run as it is",
+            cure="leave out --overwrite and --init-from",
+        )
+    if given["allow_partial"] and given["init_from"] is None:
+        raise ConfigError(
+            "--allow-partial is about an adapter to start from", cure="add --init-from FOLDER"
+        )
 
 
 def flags_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted path, as options give them; None for an option that was not used."""
     # A list option that was not used is empty, which must not take the place of a list in the file.
-    return {path: None if given[name] == [] else given[name] for name, path in FLAGS.items()}
+    return {
+        path: None if given.get(name) == [] else given.get(name) for name, path in FLAGS.items()
+    }
 
 
 def resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
@@ -141,7 +164,7 @@ def _run(
     out: Path,
     hub: dict[str, Any],
     *,
-    init_from: Path | None,
+    start: dict[str, Any],
     way: dict[str, bool],
     changing: dict[str, Any],
 ) -> None:
@@ -167,11 +190,11 @@ def _run(
         revision=settings.revision,
         **hub,
     )
-    if init_from is None:
+    if start["source"] is None:
         # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it.
         edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
     else:
-        edit, resolved = start_from(model, resolved, init_from)
+        edit, resolved = start_from(model, resolved, **start)
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
@@ -211,10 +234,13 @@ def _with_absolute_paths(resolved: Any) -> Any:
     return replace(resolved, config=replace(config, **changed))
 
 
-def start_from(model: Any, resolved: Any, source: Path) -> tuple[Any, Any]:
+def start_from(
+    model: Any, resolved: Any, source: Path, *, allow_partial: bool = False
+) -> tuple[Any, Any]:
     """The edit that an adapter's folder describes, with its weights, and the settings that say so.
 
     Raises:
+        AdapterError: it does not fit the model.
         ConfigError: for technique settings of one's own: the adapter's decide.
     """
     from dataclasses import replace
@@ -238,16 +264,17 @@ def start_from(model: Any, resolved: Any, source: Path) -> tuple[Any, Any]:
             cure=f"leave these out; only {' and '.join(free)} may differ",
         )
     folder = source / "adapter" if (source / "adapter").is_dir() else source
-    loaded = files.load(model, folder)
+    fitted = files.fit(model, folder, allow_partial=allow_partial)
     given = resolved.config.techniques[0]
-    (found,) = loaded.techniques
-    loaded.undo()
-    lora = found.model_copy(update={name: getattr(given, name) for name in free})
+    lora = fitted.technique.model_copy(update={name: getattr(given, name) for name in free})
     edit = apply(model, [lora], seed=resolved.config.train.seed, undoable=False)
-    files.restore(edit, files.read_tensors(folder))
+    files.restore(edit, fitted.tensors)
+    edit.notes.extend(fitted.notes)
     origin = f"--init-from {folder}"
     origins = {
-        path: origin if path.startswith("techniques.lora") and path not in free else before
+        path: origin
+        if path.startswith("techniques.lora") and path.rpartition(".")[2] not in free
+        else before
         for path, before in resolved.origins.items()
     }
     config = replace(resolved.config, techniques=(lora,))

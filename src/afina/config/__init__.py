@@ -1,7 +1,8 @@
 """Settings, and how YAML, flags and defaults become them with the origin of every value."""
 
-from afina.config.dump import dump, schema
+from afina.config.dump import dump
 from afina.config.load import Resolved, RunConfig, as_given, load_config
+from afina.config.schema import schema
 from afina.config.settings import EvalSettings, GenerateSettings, Settings, TrainSettings
 from afina.problems import build, of_kind
 

@@ -1,16 +1,12 @@
-"""A configuration written down: as YAML that loads back equal, and as a JSON schema for editors."""
+"""A configuration written down as YAML that loads back equal, with the origin of every value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
-
 from afina.config.document import write
 from afina.config.load import Resolved, values_of
-from afina.config.settings import EvalSettings, TrainSettings
 
 _COMMENT_COLUMN = 48
 
@@ -77,46 +73,3 @@ def _lines(
 
 def _commented(text: str, origin: str) -> str:
     return f"{text:<{_COMMENT_COLUMN}}  # {origin}"
-
-
-def schema(
-    *, techniques: Mapping[str, type[BaseModel]], data_settings: type[BaseModel]
-) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a `run.yaml`, for editors that complete and check as one types."""
-    kinds: list[type[BaseModel]] = [
-        data_settings,
-        TrainSettings,
-        EvalSettings,
-        *techniques.values(),
-    ]
-    refs, whole = models_json_schema([(kind, "validation") for kind in dict.fromkeys(kinds)])
-    ref = {kind: refs[kind, "validation"] for kind in kinds}
-    text, maybe = {"type": "string"}, {"type": ["string", "null"]}
-    one_technique = [{"enum": list(techniques)}] + [
-        {
-            "type": "object",
-            "properties": {key: ref[kind]},
-            "required": [key],
-            "additionalProperties": False,
-        }
-        for key, kind in techniques.items()
-    ]
-    definitions = whole["$defs"]
-    data = definitions[ref[data_settings]["$ref"].rsplit("/", 1)[-1]]
-    data["properties"] = {"source": text, **data.get("properties", {})}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "afina run",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            "model": text,
-            "revision": maybe,
-            "data": {"anyOf": [text, ref[data_settings]]},
-            "val": maybe,
-            "techniques": {"type": "array", "items": {"anyOf": one_technique}},
-            "train": ref[TrainSettings],
-            "eval": ref[EvalSettings],
-        },
-        "$defs": definitions,
-    }

@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from afina.config.document import read_file, write
-from afina.config.layers import TOP, Given, Shape
+from afina.config.layers import Given
 from afina.config.settings import EvalSettings, TrainSettings
+from afina.config.shape import TOP, Shape
 from afina.errors import AfinaError, ConfigError
 from afina.problems import Path, at, from_validation, raise_all
 
@@ -93,9 +94,34 @@ def load_config(
 
 
 def as_given(config: RunConfig[D], keys: Sequence[str], origin: str) -> Resolved[D]:
-    """A configuration that was made in code, every value with the same origin."""
-    paths = [*(("techniques", key) for key in keys), *values_of(config, keys)]
-    return Resolved(config, tuple(keys), {".".join(path): origin for path in paths})
+    """A configuration that was made in code: every value that was given has this origin, and the others "default"."""
+    origins = {".".join(("techniques", key)): origin for key in keys}
+    groups: list[tuple[Path, BaseModel | None]] = [
+        (("data",), config.data),
+        (("train",), config.train),
+        (("eval",), config.eval),
+        *((("techniques", key), t) for key, t in zip(keys, config.techniques, strict=True)),
+    ]
+    for path in values_of(config, keys):
+        prefix, group = next(
+            ((p, g) for p, g in groups if path[: len(p)] == p and path != ("data", "source")),
+            ((), None),
+        )
+        given = group is None or _is_given(group, path[len(prefix) :])
+        origins[".".join(path)] = origin if given else "default"
+    return Resolved(config, tuple(keys), origins)
+
+
+def _is_given(group: BaseModel, path: Path) -> bool:
+    """Whether a setting was given, and not left at its default."""
+    name, rest = path[0], path[1:]
+    if name not in group.model_fields_set:
+        return False
+    if rest:
+        return _is_given(getattr(group, name), rest)
+    # Of two ways to say the same, the settings themselves fill in the default of one.
+    filled = any(name in names for names in getattr(group, "ONE_OF", ()))
+    return not filled or getattr(group, name) != getattr(type(group)(), name)
 
 
 def _resolve(given: Given, data_settings: type[D]) -> Resolved[D]:
@@ -132,7 +158,7 @@ def _build(kind: type[D], prefix: Path, given: Given, problems: list[AfinaError]
         problems += from_validation(error, prefix, given.origins)
         return None
     except AfinaError as error:  # a technique's own check
-        what = f"{'.'.join(prefix)}: {error.what}"
+        what = at(given.origins.get(prefix, ""), f"{'.'.join(prefix)}: {error.what}")
         problems.append(ConfigError(what, got=error.got, wanted=error.wanted, cure=error.cure))
         return None
     problems += _truths_as_numbers(made, prefix, given)

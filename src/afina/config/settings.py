@@ -83,7 +83,9 @@ class TrainSettings(Settings):
         description="warm-up as a share of the run; 0.03 when warmup_steps is not given either",
     )
     optimizer: str = Field(default="adamw", description="a class of torch.optim, by name")
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="share of each weight taken off, times the learning rate"
+    )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999), description="AdamW's running means"
     )

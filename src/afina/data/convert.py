@@ -48,6 +48,7 @@ def _wrong(row: RawRow, column: str, value: Any, wanted: str) -> DataError:
         f"{row.source}: column {column!r} has the wrong type",
         got=f"{type(value).__name__} {_shown(value)!r}",
         wanted=wanted,
+        cure="put it in quotes" if isinstance(value, (bool, int, float)) else None,
     )
 
 
@@ -124,7 +125,9 @@ def _content(row: RawRow, number: int, value: Any) -> str | None:
         f"{row.source}: message {number} has content that is not text",
         got=f"{type(value).__name__} {str(value)[:80]!r}",
         wanted="a text, or a list of {type: text, text: …}",
-        cure="images and other media are not supported",
+        cure="put it in quotes"
+        if isinstance(value, (bool, int, float))
+        else "images and other media are not supported",
     )
 
 
@@ -153,7 +156,7 @@ def _role(row: RawRow, number: int, turn: Mapping[str, Any]) -> str:
     plain = name.strip().lower()
     role = plain if plain in ROLES else _OTHER_NAMES.get(plain)
     if role is None:
-        near = nearest(plain, (*ROLES, *_OTHER_NAMES), most=1)
+        near = nearest(plain, (*ROLES, *_OTHER_NAMES), most=1, alike=0.75)
         meant = [_OTHER_NAMES.get(one, one) for one in near]
         raise DataError(
             f"{row.source}: message {number} has an unknown role",
@@ -175,8 +178,15 @@ def _cure_of_keys(turn: Mapping[str, Any]) -> str | None:
 
 def _messages(row: RawRow, column: str, turns: Any) -> list[Message]:
     """Checked messages of the form {role, content, …}; keys without a value are left out."""
-    if not isinstance(turns, (list, tuple)) or not turns:
-        raise _wrong(row, column, turns, "a list of at least one {role: …, content: …}")
+    if not isinstance(turns, (list, tuple)):
+        raise _wrong(row, column, turns, "a list of {role: …, content: …}")
+    if not turns:
+        raise DataError(
+            f"{row.source}: an empty conversation",
+            got=f"no turn in column {column!r}",
+            wanted="a user's turn and an assistant's",
+            cure="remove that row",
+        )
     messages: list[Message] = []
     for number, turn in enumerate(turns):
         if not isinstance(turn, Mapping):

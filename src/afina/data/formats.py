@@ -7,6 +7,7 @@ error says what to type to map them.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -232,8 +233,18 @@ def _unknown(row: RawRow) -> DataError:
     )
 
 
+_JOINED = re.compile(r"\w+([^\w\s.-])\w")
+"""Two names in one, with a sign between them."""
+
+
 def _cure(columns: Mapping[str, Any]) -> str | None:
     """Up to three mappings worth trying, from the names and types of the columns."""
+    (only, *more) = columns or [""]
+    joined = None if more else _JOINED.match(only)
+    if joined:
+        return (
+            f"is {joined[1]!r} what separates the columns? Use a comma, a semicolon, a bar or a tab"
+        )
     lower = {name.lower(): name for name, value in columns.items() if value is not None}
 
     def alike(ours: str) -> list[str]:

@@ -126,6 +126,9 @@ def _object(path: Path, line: int, value: Any) -> dict[str, Any]:
             f"{path}:{line}: a row must be an object of columns",
             got=f"{type(value).__name__} {json.dumps(value)[:60]}",
             wanted='{"prompt": …, "completion": …} or another known format',
+            cure=f"a whole list on one line? name the file {path.with_suffix('.json').name}"
+            if isinstance(value, list) and path.suffix.lower() in (".jsonl", ".ndjson")
+            else "make it an object, or remove it",
         )
     return value
 
@@ -138,6 +141,8 @@ def read_json(path: Path) -> Rows:
     """
     text = text_of(path)
     start = _skip(text, 0)
+    if start == len(text):
+        return
     try:
         if text[start : start + 1] == "[":
             yield from _items(path, text, start, alone=True)
@@ -167,8 +172,11 @@ def _not_json(path: Path, text: str, error: json.JSONDecodeError) -> DataError:
     if before.endswith(",") and rest[:1] in ("]", "}"):
         line = before.count("\n") + 1
         got, cure = f"a comma before {rest[0]!r}", f"remove the last comma of line {line}"
-    elif not rest:
-        got, cure = error, "the file is cut short, as when writing was interrupted: write it again"
+    elif not rest or error.msg.startswith("Unterminated"):
+        got, cure = (
+            error,
+            "the file is cut short, as when writing was interrupted, or a closing quote or bracket is missing",
+        )
     else:
         got, cure = error, "correct that line, or write one JSON object a line to a .jsonl file"
     return DataError(

@@ -119,10 +119,11 @@ def read_parquet(path: Path) -> Rows:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-        names: list[str] = table.column_names
-        twice = sorted({name for name in names if names.count(name) > 1})
-        rows = [] if twice else table.to_pylist()
+        # One file, and not a data set of pyarrow's, which takes more columns from folders named x=1.
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names: list[str] = file.schema_arrow.names
+            twice = sorted({name for name in names if names.count(name) > 1})
+            rows = [] if twice else file.read().to_pylist()
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise _no_parquet(path, error) from error
     if twice:
@@ -140,6 +141,8 @@ def _no_parquet(path: Path, error: Exception) -> DataError:
             raw = file.read(4096)
     except OSError:
         raw = b""
+    if not raw:
+        return DataError(f"{path}: the file is empty", wanted="a Parquet file")
     cut = raw.startswith(b"PAR1")
     found = None if cut else what_is(path, raw)
     return DataError(

@@ -10,7 +10,9 @@ from afina.data.dataset import Prepared, prepare
 from afina.data.settings import DataSettings
 from afina.data.sources import Source
 from afina.errors import DataError
-from afina.models.generate import stop_ids
+from afina.models.forward import context_of
+from afina.models.stops import stop_ids
+from afina.models.tokenizer import refuse_outside
 from afina.types import Row
 
 Rows = Sequence[Row] | Sequence[Mapping[str, Any]] | str | Path
@@ -48,12 +50,14 @@ def prepared(model: Any, tokenizer: Any, source: Source, data: DataSettings | No
     told = [str(names[n]) for n in sorted(names)]
     # LABEL_0, LABEL_1 … are Transformers' way of saying that nobody named the classes.
     named = told if told and not told[0].startswith("LABEL_") else None
-    return prepare(
+    found = prepare(
         source,
         tokenizer,
         data or DataSettings(),
         role="eval",
-        max_tokens=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        max_tokens=context_of(model),
         labels=named,
         stop_ids=stop_ids(model, tokenizer),
     )
+    refuse_outside(model, tokenizer, found.rows)
+    return found

@@ -93,13 +93,22 @@ def parse_json(text: str) -> tuple[bool, Any]:
 
 def json_equal(a: Any, b: Any) -> bool:
     """Equality of JSON values: order of keys does not count, 1 equals 1.0, and `true` does not equal 1."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(json_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(json_equal, a, b))
-    return a == b
+    left = [(a, b)]
+    while left:  # no call within a call: an answer may nest deeper than Python's stack
+        a, b = left.pop()
+        if isinstance(a, bool) or isinstance(b, bool):
+            equal = a is b
+        elif isinstance(a, dict) and isinstance(b, dict):
+            equal = a.keys() == b.keys()
+            left += [(a[key], b[key]) for key in a if equal]
+        elif isinstance(a, list) and isinstance(b, list):
+            equal = len(a) == len(b)
+            left += zip(a, b, strict=False)
+        else:
+            equal = a == b
+        if not equal:
+            return False
+    return True
 
 
 def json_match(answer: str, reference: str) -> bool | None:

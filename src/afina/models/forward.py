@@ -38,6 +38,14 @@ def packing(model: nn.Module, packed: bool) -> Iterator[None]:
         yield
 
 
+def context_of(model: Any) -> int | None:
+    """The tokens that a model can read at once; None where its config does not say."""
+    config = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", lambda: config)()
+    limit = getattr(of_text, "max_position_embeddings", None)
+    return None if limit is None else limit - seams.first_position(model)
+
+
 @contextmanager
 def own_attention(model: nn.Module, name: str) -> Iterator[None]:
     """Inside a `packing` block: the attention `name` again, for calls that carry no context (generation)."""
@@ -71,7 +79,14 @@ def trained_logits(
     places_BT, targets = trained_places(batch)
     # The head runs on the columns where some row is trained: for a packed line, on trained positions alone.
     columns = places_BT.any(dim=0).nonzero()[:, 0]
-    logits_BCV = model(**inputs, logits_to_keep=columns).logits
+    logits_BCV = getattr(model(**inputs, logits_to_keep=columns), "logits", None)
+    if logits_BCV is None:
+        raise ModelError(
+            "this model predicts no tokens, so there is no loss to measure",
+            got=type(model).__name__,
+            wanted="a causal language model, such as LlamaForCausalLM",
+            cure="load a model that generates text; an encoder or a classifier needs rows of text and label",
+        )
     if batch.entries is None:
         return logits_BCV[places_BT[:, columns]], targets
     return logits_BCV[0].index_select(0, torch.searchsorted(columns, batch.entries[0])), targets

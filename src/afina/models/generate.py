@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,11 +20,14 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
+from afina import seams
 from afina.config import GenerateSettings, of_kind
 from afina.errors import ModelError, counted
+from afina.models.forward import context_of
 from afina.models.prompts import Prompt, check_pair, check_prompts, encode
 from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
+from afina.models.tokenizer import outside
 
 __all__ = ["Completion", "Prompt", "encode", "evaluating", "generate", "stop_ids", "stream"]
 
@@ -65,6 +68,8 @@ def generate(
     prompts: Sequence[Prompt],
     settings: GenerateSettings | None = None,
     *,
+    answered: Mapping[int, Completion] | None = None,
+    on_answers: Callable[[dict[int, Completion]], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """Answers every prompt; the answers are in the prompts' order.
@@ -74,6 +79,8 @@ def generate(
         tokenizer: its tokenizer.
         prompts: see `Prompt`.
         settings: defaults when None. Prompt number i draws from (seed, i), whatever is beside it.
+        answered: answers there are already, by the number of their prompt: these are not asked again.
+        on_answers: called after each batch with its answers, by number, so that they can be kept.
         on_progress: called after each batch with the prompts answered so far and the number of all.
 
     Raises:
@@ -86,12 +93,17 @@ def generate(
     _check_generates(model)
     ids = [encode(tokenizer, one, system=settings.system) for one in check_prompts(prompts)]
     stops = stop_ids(model, tokenizer)
+    _check_ids(model, tokenizer, ids)
     budgets = [_budget(model, tokens, settings, row) for row, tokens in enumerate(ids)]
-    answers: dict[int, Completion] = {}
+    answers = dict(answered or {})
+    left = [row for row in range(len(ids)) if row not in answers]
     with evaluating(model):
-        for rows in _batches(ids, budgets, settings):
+        for rows in _batches(left, ids, budgets, settings):
             job = _Job(model, tokenizer, settings, stops, [ids[row] for row in rows], tuple(rows))
-            answers.update(zip(rows, job.run(min(budgets[row] for row in rows)), strict=True))
+            made = dict(zip(rows, job.run(min(budgets[row] for row in rows)), strict=True))
+            answers.update(made)
+            if on_answers is not None:
+                on_answers(made)
             if on_progress is not None:
                 on_progress(len(answers), len(ids))
     return [answers[row] for row in range(len(ids))]
@@ -117,6 +129,7 @@ def stream(
     check_pair(model, tokenizer)
     _check_generates(model)
     ids = encode(tokenizer, messages, system=settings.system, tools=tools)
+    _check_ids(model, tokenizer, [ids])
     budget = _budget(model, ids, settings, 0)
     job = _Job(model, tokenizer, settings, stop_ids(model, tokenizer), [ids], (0,))
     tokens: list[int] = []
@@ -144,11 +157,31 @@ def _check_generates(model: Any) -> None:
             wanted="a causal language model",
             cure="use `afina eval` for a classifier",
         )
+    first = seams.first_position(model)
+    if first:
+        raise ModelError(
+            "transformers gives this model wrong positions when it generates",
+            got=f"{type(model).__name__}, whose rows begin at position {first}; generation begins them at 0",
+            wanted="a model that counts its positions from 0",
+            cure="measure its loss: afina eval … --metrics loss",
+        )
+
+
+def _check_ids(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> None:
+    for number, ids in enumerate(prompts, start=1):
+        strange = outside(model, ids)
+        if strange:
+            raise ModelError(
+                f"prompt {number} has a token that the model has no embedding for",
+                got=f"{tokenizer.decode(strange[:1])!r} (id {strange[0]})",
+                wanted=f"ids below {model.get_input_embeddings().weight.shape[0]}",
+                cure="take it out of the prompt, or use the tokenizer that the model was trained with",
+            )
 
 
 def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings, row: int) -> int:
     """The most tokens this prompt's answer may have: as set, or what the context leaves."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_of(model)
     if limit is None:
         return settings.max_new_tokens
     if len(ids) >= limit:
@@ -162,13 +195,16 @@ def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings, row: int
 
 
 def _batches(
-    ids: Sequence[Sequence[int]], budgets: Sequence[int], settings: GenerateSettings
+    rows: Sequence[int],
+    ids: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    settings: GenerateSettings,
 ) -> Iterator[list[int]]:
-    """Row numbers in batches of like length, longest first, so that memory runs out at once or never.
+    """Some row numbers in batches of like length, longest first, so that memory runs out at once or never.
 
     A row whose budget is cut short by the context goes alone: it would cut its neighbours short too.
     """
-    order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), row))
+    order = sorted(rows, key=lambda row: (-len(ids[row]), row))
     yield from ([row] for row in order if budgets[row] < settings.max_new_tokens)
     full = [row for row in order if budgets[row] == settings.max_new_tokens]
     for start in range(0, len(full), settings.batch_rows):

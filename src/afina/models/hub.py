@@ -5,6 +5,7 @@ Weights are read from safetensors only, and code that comes with a model is neve
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -13,19 +14,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
 from ..errors import ModelError, nearest
+from ..places import exists, local
 from . import demo, gguf, remote
+from .folder import check_folder, no_config, not_a_model_file
 from .precision import choose, parse_device
 from .strict import check_loaded
-from .tokenizer import repair_pad
+from .tokenizer import check_vocabulary, repair_pad
 
 log = logging.getLogger(__name__)
 
 Task = Literal["causal", "encoder", "classification"]
-
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def load(
@@ -57,11 +57,13 @@ def load(
     """
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
+    _warn_unverified(source, folder)
     config = _config(folder)
     kind = task or task_of(config, num_labels)
     started = time.perf_counter()
     model = _model(folder, config, kind, precision.base, num_labels)
     tokenizer = _tokenizer(folder)
+    check_vocabulary(folder, model, tokenizer)
     repair_pad(model, tokenizer)
     model = model.to(place)
     # What the user named, so that an adapter says that and not the cache's folder.
@@ -69,6 +71,21 @@ def load(
     seconds = time.perf_counter() - started
     log.info("%s (%s) on %s in %.1f s; %s", source, kind, place, seconds, precision)
     return model, tokenizer
+
+
+def _warn_unverified(source: str | Path, folder: Path) -> None:
+    """Says so when a merge made this model and did not find it right; see `adapters/merge_record.py`."""
+    for record in (folder / "merge.json", local(f"{source}.merge.json")):
+        if not exists(record):
+            continue
+        try:
+            verified = json.loads(record.read_text(encoding="utf-8"))["verified"]
+        except (OSError, ValueError, KeyError, TypeError):
+            verified = None
+        if verified is not True:
+            log.warning(
+                "%s was merged from an adapter and was not verified: %s says why", source, record
+            )
 
 
 def resolve(
@@ -83,8 +100,8 @@ def resolve(
     Raises:
         ModelError: it cannot be found, or holds nothing that afina loads.
     """
-    name, path = str(source), Path(source).expanduser()
-    of_hub = name not in demo.DEMOS and not path.exists() and not _looks_local(name)
+    name, path = str(source), local(source)
+    of_hub = name not in demo.DEMOS and not exists(path) and not _looks_local(name)
     if revision is not None and not of_hub:
         raise ModelError(
             "only a model of the Hugging Face Hub has revisions",
@@ -94,10 +111,8 @@ def resolve(
         )
     if name in demo.DEMOS:
         return demo.fetch(name, offline=bool(offline))
-    if path.is_file():
-        return _file(path)
-    if path.is_dir():
-        return _folder(path)
+    if exists(path):
+        return _folder(path) if path.is_dir() else _file(path)
     if not of_hub:
         raise ModelError(
             "no such file or folder",
@@ -125,6 +140,7 @@ def task_of(config: Any, num_labels: int | None = None) -> Task:
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         if causal and not getattr(config, "is_encoder_decoder", False):
+            _refuse_seeing(config, architecture)
             return "causal"
         raise ModelError(
             "afina adapts causal language models and encoders",
@@ -135,6 +151,19 @@ def task_of(config: Any, num_labels: int | None = None) -> Task:
     if architecture or type(config) in MODEL_FOR_MASKED_LM_MAPPING or not causal:
         return "encoder"
     return "causal"
+
+
+def _refuse_seeing(config: Any, architecture: str) -> None:
+    """Raises for a model that sees the tokens it is to predict."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
+        raise ModelError(
+            "this model sees the tokens that it should predict",
+            got=f"{architecture} with is_decoder false in config.json",
+            wanted="a decoder, or the same model as an encoder: task='encoder'",
+            cure="set is_decoder to true in config.json if it was trained as a decoder",
+        )
 
 
 def _looks_local(name: str) -> bool:
@@ -155,12 +184,7 @@ def _refuse_misspelt_demo(name: str) -> None:
 
 def _file(path: Path) -> Path:
     if path.suffix.lower() != ".gguf":
-        raise ModelError(
-            "afina loads a single file only when it is GGUF",
-            got=path,
-            wanted="a .gguf file, or the folder that holds config.json and *.safetensors",
-            cure=f"give the folder: {path.parent}",
-        )
+        raise not_a_model_file(path)
     return gguf.folder_of(path)
 
 
@@ -170,57 +194,25 @@ def _folder(path: Path) -> Path:
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
             return gguf.folder_of(files[0])
-        raise ModelError(
-            "the folder holds no config.json",
-            got=f"{path}: {_what_is_in(path, files)}",
-            wanted="a Hugging Face model folder: config.json, *.safetensors, tokenizer files",
-            cure=_cure_of(path, files),
-        )
-    if any(path.glob("*.safetensors")):
-        return path
-    pickles = sorted(each.name for kind in PICKLES for each in path.glob(kind))
-    raise ModelError(
-        "the folder holds no safetensors weights",
-        got=f"{path}: {', '.join(pickles) or 'no weights at all'}",
-        wanted="model.safetensors, or its shards and their index",
-        cure="a pickle can run code when it is read, so afina does not: convert it in a sandbox with "
-        "transformers' save_pretrained, or find a revision with safetensors"
-        if pickles
-        else "copy or download the weights too",
-    )
-
-
-def _what_is_in(path: Path, files: list[Path]) -> str:
-    if files:
-        return f"{len(files)} GGUF files"
-    if (path / "adapter_config.json").is_file():
-        return "an adapter, not a model"
-    if (path / "adapter").is_dir():
-        return "a run, not a model"
-    return ", ".join(sorted(each.name for each in path.iterdir())[:5]) or "nothing"
-
-
-def _cure_of(path: Path, files: list[Path]) -> str:
-    if files:
-        return f"name one: {files[0]}"
-    if (path / "adapter_config.json").is_file():
-        return "load its base model, then afina.load_adapter(model, folder)"
-    if (path / "adapter").is_dir():
-        return f"`afina chat {path}` takes a run; in Python load its base, then its adapter/ folder"
-    return "check the path; a model folder holds config.json at its top"
+        raise no_config(path, files)
+    check_folder(path)
+    return path
 
 
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+        with quiet():
+            return AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+    except Exception as error:  # what a class of hundreds makes of a value it did not expect
         raise ModelError(
             "transformers cannot read the model's config.json",
-            got=f"{folder}: {error}",
-            wanted="a model type that the installed transformers has built in",
-            cure="upgrade transformers; a model that needs its own code is refused, for safety",
+            got=f"{folder}: {_said(error)}",
+            wanted="values as the model's publisher wrote them",
+            cure="copy config.json of the original model, or upgrade transformers",
         ) from error
 
 
@@ -263,40 +255,93 @@ def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int
                 trust_remote_code=False,
                 local_files_only=True,
             )
-    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"the weights cannot be loaded as a model for {kind}",
-            got=f"{folder}: {error}",
-            wanted=f"weights that fit {(config.architectures or ['the config'])[0]}",
-            cure="check that the files are whole and belong together; task=… sets another kind",
-        ) from error
-    check_loaded(folder, loaded, new_head=kind != "causal")
+    except MemoryError:
+        raise
+    except (
+        Exception
+    ) as error:  # what a class of hundreds makes of a config or weights it did not expect
+        raise _no_model(folder, config, kind, error) from error
+    check_loaded(folder, loaded, new_head=kind != "causal", model=model)
     return model
+
+
+def _no_model(folder: Path, config: Any, kind: Task, error: Exception) -> ModelError:
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return ModelError(
+            "there is not enough memory for this model",
+            got=f"{folder}: {_said(error)}",
+            wanted="memory for all its weights at once",
+            cure="a smaller model, dtype bf16, or another device; if config.json asks for sizes that the weights "
+            "have not, copy the original file",
+        )
+    packed = getattr(config, "quantization_config", None)
+    return ModelError(
+        f"the weights cannot be loaded as a model for {kind}",
+        got=f"{folder}: {_said(error)}",
+        wanted=f"weights that fit {(config.architectures or ['the config'])[0]}",
+        cure="load the model that was not quantised"
+        if packed
+        else "check that the files are whole and belong together; task=… sets another kind",
+    )
+
+
+def _said(error: Exception) -> str:
+    """An error of another library on one line, with its kind where its words alone say nothing."""
+    text = " ".join(str(error).split())
+    return text[:400] if " " in text else f"{type(error).__name__}: {text[:400]}"
+
+
+def load_tokenizer(folder: Path, model: Any = None) -> Any:
+    """The tokenizer saved in `folder`; with a pad token that suits `model`, where that is given.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    tokenizer = _tokenizer(folder)
+    if model is not None:
+        repair_pad(model, tokenizer)
+    return tokenizer
 
 
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
+    cure = "copy the tokenizer files of the original model into the folder"
+    wanted = "tokenizer.json and tokenizer_config.json, or files that transformers can convert"
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (
+        Exception
+    ) as error:  # of JSON, of a converter, of the tokenizers library, which raises Exception itself
         raise ModelError(
             "the model's tokenizer cannot be loaded",
-            got=f"{folder}: {error}",
-            wanted="tokenizer.json and tokenizer_config.json, or files that transformers can convert",
-            cure="copy the tokenizer files of the original model into the folder",
+            got=f"{folder}: {_said(error)}",
+            wanted=wanted,
+            cure=cure,
         ) from error
+    # Without its files a class makes a vocabulary of its special tokens alone, and says nothing.
+    names = {"tokenizer.json", *dict(made.vocab_files_names).values()}
+    if made.vocab_files_names and not any((folder / name).exists() for name in names):
+        raise ModelError(
+            "the model's tokenizer has no vocabulary",
+            got=f"{folder}: none of {', '.join(sorted(names))}",
+            wanted=wanted,
+            cure=cure,
+        )
+    return made
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars: loading from disk is short, and logs are kept in files."""
+    """Without transformers' progress bars and reports: loading is short, and what is wrong is an error of ours."""
     from transformers.utils import logging as theirs
 
-    shown = theirs.is_progress_bar_enabled()
+    shown, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
     theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
     try:
         yield
     finally:
+        theirs.set_verbosity(level)
         if shown:
             theirs.enable_progress_bar()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import DataError, ModelError, counted
+from ..types import Row
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +43,74 @@ def repair_pad(model: Any, tokenizer: Any) -> None:
     """
     from .stops import stop_ids
 
-    stops = set(stop_ids(model, tokenizer))
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in stops:
-        before, after = tokenizer.pad_token, spare_token(tokenizer, stops)
+    # A pad added behind the last row of the embedding would end the first padded batch.
+    taken = {*stop_ids(model, tokenizer), *outside(model, tokenizer.get_vocab().values())}
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in taken:
+        before, after = tokenizer.pad_token, spare_token(tokenizer, taken)
         tokenizer.pad_token = after
-        log.info("pad token: %r instead of %r, which must not be an end token", after, before)
+        log.info(
+            "pad token: %r instead of %r, which must be in the model and no end token",
+            after,
+            before,
+        )
     for config in (model.config, getattr(model, "generation_config", None)):
         if config is not None:
             config.pad_token_id = tokenizer.pad_token_id
+
+
+def check_vocabulary(source: Any, model: Any, tokenizer: Any) -> None:
+    """Raises when the tokenizer gives ids that the model has no embedding for.
+
+    Some publishers name a token or two beyond the last row of the embedding, for a picture say, which no text holds:
+    those are let be with a warning, and are refused where a row has one (`outside`).
+
+    Raises:
+        ModelError: ordinary tokens are outside.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= rows:
+        return
+    beyond = {name: id for name, id in tokenizer.get_vocab().items() if id >= rows}
+    added = set(tokenizer.added_tokens_decoder)
+    if all(id in added for id in beyond.values()):
+        log.warning(
+            "%s: the model has no embedding for %d added tokens of its tokenizer: %s",
+            source,
+            len(beyond),
+            ", ".join(sorted(beyond)[:5]),
+        )
+        return
+    raise ModelError(
+        "the tokenizer knows more tokens than the model",
+        got=f"{source}: ids up to {max(beyond.values())}, and {counted(rows, 'row')} of the embedding",
+        wanted="the tokenizer that the model was trained with",
+        cure="copy the tokenizer files of the original model into the folder",
+    )
+
+
+def outside(model: Any, ids: Iterable[int]) -> list[int]:
+    """The ids that the model has no embedding for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    return sorted({id for id in ids if not 0 <= id < rows})
+
+
+def refuse_outside(model: Any, tokenizer: Any, rows: Iterable[Row]) -> None:
+    """Raises for a row with an id that the model has no embedding for, which would end its forward pass.
+
+    Raises:
+        DataError: naming the row and the token.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    for row in rows:
+        if max(row.tokens, default=0) >= size:
+            strange = outside(model, row.tokens)[0]
+            name = "" if tokenizer is None else f"{tokenizer.decode([strange])!r}, "
+            raise DataError(
+                f"{row.source or row.id}: a token that the model has no embedding for",
+                got=f"{name}id {strange}",
+                wanted=f"ids below {size}",
+                cure="take it out of the data, or use the tokenizer that the model was trained with",
+            )
 
 
 def spare_token(tokenizer: Any, taken: set[int]) -> str:

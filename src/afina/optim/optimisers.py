@@ -84,9 +84,16 @@ class Optimiser:
             if saved is not None:
                 master.copy_(saved)
             # A tensor's name can begin another's (`x` and `x.y`): state keys hold no dot.
-            state = {k: v.clone() for k, v in mine.items() if "." not in k}
+            state = {
+                k: v.to(self._home(k, master), copy=True) for k, v in mine.items() if "." not in k
+            }
             if state:
                 self.inner.state[master] = state
+
+    def _home(self, key: str, master: nn.Parameter) -> torch.device:
+        """Where a part of the state lives: with its tensor; a count of steps on the CPU, unless kernels read it."""
+        in_kernels = self.inner.defaults.get("fused") or self.inner.defaults.get("capturable")
+        return torch.device("cpu") if key == "step" and not in_kernels else master.device
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

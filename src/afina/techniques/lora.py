@@ -116,6 +116,9 @@ class LoRA(Technique):
     def sites(self, model: nn.Module) -> list[seams.MapSite]:
         """The maps this value changes in `model`."""
         sites = seams.map_sites(model)
+        presets = [preset for preset in ("all-linear", "attention") if preset in self.target]
+        if presets:
+            seams.require_stack(model, f"lora.target: {presets[0]}")
         chosen = {name for pattern in self.target for name in _targets(sites, pattern)}
         whole = set(_modules(model, self.modules_to_save))
         chosen -= set(match(chosen, self.exclude, setting="lora.exclude")) | whole
@@ -247,8 +250,6 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def _targets(sites: list[seams.MapSite], pattern: str) -> list[str]:
     inside = [s.name for s in sites if s.block is not None and s.kind != "embedding"]
     if pattern == "all-linear":
-        if not inside:
-            raise TechniqueError("this model has no linear inside a stack of blocks")
         return inside
     if pattern == "attention":
         found = [n for n in inside if n.rsplit(".", 1)[-1] in seams.QUERY_VALUE]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from afina.adapters import files
+from afina.adapters.card import Record
 from afina.errors import RunError
 from afina.optim.optimisers import Optimiser
 from afina.train import durable, manifest, randomness, state
@@ -41,12 +43,14 @@ class Contents:
         optimiser: over it.
         base: name of the base model.
         tokenizer: saved with the weights.
+        record: what the adapter's card says of data and settings.
     """
 
     edit: Edit
     optimiser: Optimiser
     base: str
     tokenizer: Any
+    record: Record
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -54,10 +58,16 @@ def folder_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def save(run: Path, contents: Contents, now: State) -> Path:
+def save(run: Path, contents: Contents, now: State, scores: Mapping[str, float]) -> Path:
     """Writes the checkpoint of `now.step`, and makes it the latest.
 
     Nothing that is there already is touched before the new one is on the disk.
+
+    Args:
+        run: the run's folder.
+        contents: what goes into each.
+        now: where the run stands.
+        scores: of these weights on validation rows, for the adapter's card; empty when they were not measured.
 
     Raises:
         RunError: when weights are not finite, or cannot be written; the older checkpoints are as they were.
@@ -72,7 +82,7 @@ def save(run: Path, contents: Contents, now: State) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir()
-            _write(temporary, contents, now)
+            _write(temporary, contents, now, scores)
             durable.publish(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -80,13 +90,25 @@ def save(run: Path, contents: Contents, now: State) -> Path:
     return folder
 
 
-def _write(folder: Path, contents: Contents, now: State) -> None:
-    save_weights(contents.edit, folder, base=contents.base, tokenizer=contents.tokenizer)
+def _write(folder: Path, contents: Contents, now: State, scores: Mapping[str, float]) -> None:
+    _write_weights(folder, contents, replace(contents.record, scores=scores))
     kept = contents.optimiser.state_tensors()
     save_file({k: v.detach().cpu().contiguous() for k, v in kept.items()}, folder / OPTIMISER)
     save_file(randomness.states(), folder / RANDOM)
     (folder / STATE).write_text(state.to_text(now), encoding="utf-8")
     manifest.write(folder)
+
+
+def _write_weights(folder: Path, contents: Contents, record: Record) -> None:
+    """What was trained: `adapter/` in PEFT's layout, or `model/`, the whole model, when its own weights trained."""
+    edit, tokenizer = contents.edit, contents.tokenizer
+    if edit.deltas:
+        files.save(edit, folder / "adapter", base=contents.base, tokenizer=tokenizer, record=record)
+        return
+    model: Any = edit.model
+    model.save_pretrained(folder / "model")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder / "model")
 
 
 def _refuse_broken(edit: Edit, step: int) -> None:
@@ -100,18 +122,6 @@ def _refuse_broken(edit: Edit, step: int) -> None:
             cure="go on from an earlier checkpoint with a lower rate: "
             "afina train --resume --allow-changes --lr …",
         )
-
-
-def save_weights(edit: Edit, folder: Path, *, base: str, tokenizer: Any) -> Path:
-    """What was trained: `adapter/` in PEFT's layout, or `model/`, the whole model, when its own weights trained."""
-    if edit.deltas:
-        return files.save(edit, folder / "adapter", base=base, tokenizer=tokenizer)
-    target = folder / "model"
-    model: Any = edit.model
-    model.save_pretrained(target)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
-    return target
 
 
 def point(run: Path, folder: Path) -> None:

@@ -109,13 +109,14 @@ def is_full(error: BaseException) -> bool:
 
 
 @contextmanager
-def writing(what: str, folder: Path, kept: str = "") -> Iterator[None]:
+def writing(what: str, folder: Path, kept: str = "", *, alone: bool = True) -> Iterator[None]:
     """Turns a failure to write into an error that says what was not written, where, and what is still there.
 
     Args:
         what: that is written, as "the checkpoint of step 200".
         folder: of the run.
         kept: what of the run is on the disk, for the way on.
+        alone: the block does nothing but write; else only a full disk and errors about files of `folder` are meant.
 
     Raises:
         RunError: for an error of the operating system inside the block, whichever library met it.
@@ -127,17 +128,19 @@ def writing(what: str, folder: Path, kept: str = "") -> Iterator[None]:
     except Exception as error:
         if is_full(error):
             raise RunError(
-                f"{what} could not be written: the disk is full",
-                got=f"{folder}: {_free(folder)} free ({error})",
+                f"{what} could not be written: there is no room",
+                got=f"{folder}: {in_words(shutil.disk_usage(folder).free)} free ({error})",
                 cure=f"make room and type: afina train --resume -o {folder}{kept}",
             ) from None
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and (alone or _is_of(error, folder)):
             raise RunError(f"{what} could not be written", got=f"{folder}: {error}") from None
         raise
 
 
-def _free(folder: Path) -> str:
-    return in_words(shutil.disk_usage(folder).free)
+def _is_of(error: OSError, folder: Path) -> bool:
+    """Whether an error names a file of the folder."""
+    name = error.filename
+    return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
 def in_words(size: float) -> str:

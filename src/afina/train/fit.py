@@ -17,7 +17,7 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
 
     Raises:
         ModelError: for anything but a decoder that predicts the next token.
-        RunError: for an edit of another model, an undone one, or one without trainable tensors.
+        RunError: for an edit of another model, an undone or merged one, or one without trainable tensors.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -33,6 +33,11 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
         )
     if edit.undone:
         raise RunError("the edit was undone", cure="apply again: afina.apply(model, [...])")
+    if edit.merged:
+        raise RunError(
+            "the edit is merged: what it attached does not act, and would not learn",
+            cure="edit.unmerge()",
+        )
     if not edit.trainable():
         raise RunError(
             "nothing would train", cure="apply a technique first: afina.apply(model, [...])"

@@ -15,7 +15,6 @@ from afina.config import Resolved, TrainSettings
 from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
 from afina.data.settings import DataSettings
-from afina.data.split import shared
 from afina.errors import counted
 from afina.models.forward import (
     packing,
@@ -23,7 +22,19 @@ from afina.models.forward import (
     token_losses,
     trained_logits,
 )
-from afina.train import checkpoint, folder, micro, plan, record, result, resume, space, validate
+from afina.train import (
+    checkpoint,
+    durable,
+    folder,
+    micro,
+    plan,
+    preflight,
+    record,
+    result,
+    resume,
+    space,
+    validate,
+)
 from afina.train.checkpoint import Contents
 from afina.train.fit import refuse_idle_settings, refuse_rows
 from afina.train.keeper import Keeper
@@ -33,7 +44,7 @@ from afina.train.options import RunOptions
 from afina.train.report import Reporter, reporter
 from afina.train.result import Run
 from afina.train.resume import Origin
-from afina.train.rows import read_rows
+from afina.train.rows import are_rows, read_rows
 from afina.train.state import (
     BASE,
     START,
@@ -43,11 +54,29 @@ from afina.train.state import (
     Machine,
     State,
     harmless,
+    on_the_card,
     recorded,
     starting_weights,
 )
 from afina.tree import Edit
 from afina.types import Batch, Row
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a run works on, once the data is read.
+
+    Attributes:
+        rows: for training.
+        val_rows: for validation.
+        reports: of how they came about.
+        resolved: the configuration, for config.yaml.
+    """
+
+    rows: list[Row]
+    val_rows: list[Row]
+    reports: Sequence[DataReport]
+    resolved: Resolved[Any]
 
 
 @dataclass
@@ -73,13 +102,7 @@ class Job:
             say.say(f"held out for validation, by content: {len(val_rows)} rows; {len(rows)} train")
         refuse_rows(rows, val_rows)
         refuse_idle_settings(self.settings, bool(val_rows))
-        pairs = shared(rows, val_rows)
-        if pairs:
-            one, other = pairs[0]
-            say.say(
-                f"warning: {len(pairs)} validation rows are also training rows, so their score is too "
-                f"good (row {one.source or one.id} is {other.source or other.id})"
-            )
+        self._look_at(rows, val_rows, say, given=are_rows(data))
         say.say(self.edit.summary())
         self.total_steps = plan.total_steps(self.settings, rows)
         folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
@@ -89,30 +112,38 @@ class Job:
             self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
         ):
             try:
-                return self._begin(rows, val_rows, reports, resolved, say)
+                with durable.writing("the run's files", self.out, alone=False):
+                    return self._begin(Given(rows, val_rows, reports, resolved), say)
             finally:
                 say.close()
 
-    def _begin(
-        self,
-        rows: list[Row],
-        val_rows: list[Row],
-        reports: Sequence[DataReport],
-        resolved: Resolved[Any],
-        say: Reporter,
-    ) -> Run:
+    def _look_at(self, rows: list[Row], val_rows: list[Row], say: Reporter, *, given: bool) -> None:
+        """The cheap points of `afina check`: what would spoil the run is said, or stops it."""
+        subject = preflight.subject_of(
+            self.model,
+            self.tokenizer,
+            (rows, val_rows),
+            self.settings,
+            self.options.data_settings,
+            given=given,
+        )
+        # Of rows that were read, the report has told the repetitions.
+        told = () if given else ("duplicates",)
+        preflight.say_and_refuse(preflight.cheap(subject), say.say, told)
+
+    def _begin(self, given: Given, say: Reporter) -> Run:
         """From the folder to the first step: at the run's beginning, or where it goes on."""
         options = self.options
         start = resume.origin(self.out, options.resume_from) if options.goes_on else None
         with resume.threads(self.settings.threads or (start.threads if start else None)):
-            now = self._state(rows, val_rows, resolved)
+            now = self._state(given)
             if start is None:
                 if options.goes_on:
                     say.say("the run was stopped before its first step, and begins now")
-                counts = {"train": len(rows), "validation": len(val_rows)}
-                record.write(self.out, resolved, reports, counts, self._machine())
+                counts = {"train": len(given.rows), "validation": len(given.val_rows)}
+                record.write(self.out, given.resolved, given.reports, counts, self._machine())
                 self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
-                return self._train(rows, val_rows, now, (), say)
+                return self._train(given, now, (), say)
             changes = resume.compare(start.state, now, allow=options.allow_changes, say=say)
             done = resume.finished(self.out, start.state, now, changes)
             if done is not None:
@@ -124,8 +155,8 @@ class Job:
             state = self._restore(start, now, changes, say)
             if changes or harmless(start.state, now):
                 told = [*changes, *harmless(start.state, now)]
-                record.write_changes(self.out, resolved, state.step, told)
-            return self._train(rows, val_rows, state, changes, say)
+                record.write_changes(self.out, given.resolved, state.step, told)
+            return self._train(given, state, changes, say)
 
     def _restore(
         self, start: Origin, now: State, changes: Sequence[Difference], say: Reporter
@@ -148,17 +179,17 @@ class Job:
         say.say(f"going on after step {state.step} of {state.total_steps}, {seen}")
         return state
 
-    def _state(self, rows: list[Row], val_rows: list[Row], resolved: Resolved[Any]) -> State:
+    def _state(self, given: Given) -> State:
         """Of step 0, with all that must be equal for a resumed run to be the same run."""
         more: dict[str, Any] = {
             "data.packing": self.options.data_settings.packing,
-            TRAIN_ROWS: fingerprint(rows),
-            VAL_ROWS: fingerprint(val_rows),
+            TRAIN_ROWS: fingerprint(given.rows),
+            VAL_ROWS: fingerprint(given.val_rows),
             BASE: base_fingerprint(self.model, self.edit),
             START: starting_weights(self.edit),
         }
         if self.options.evaluate is not None:
-            found = resolved.config.eval.model_dump(mode="json")
+            found = given.resolved.config.eval.model_dump(mode="json")
             more |= {f"eval.{name}": value for name, value in found.items()}
         return State(
             step=0,
@@ -174,15 +205,12 @@ class Job:
         space.refuse_too_little(self.out, needed, one)
 
     def _train(
-        self,
-        rows: list[Row],
-        val_rows: list[Row],
-        state: State,
-        changes: Sequence[Difference],
-        say: Reporter,
+        self, given: Given, state: State, changes: Sequence[Difference], say: Reporter
     ) -> Run:
         """From `state` to the finished folder."""
-        contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer)
+        rows, val_rows = given.rows, given.val_rows
+        card = on_the_card(state, given.resolved.config.source, len(rows), len(val_rows))
+        contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer, card)
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training

@@ -11,11 +11,12 @@ from typing import Any
 from torch import nn
 
 from afina.config import TrainSettings
-from afina.errors import ConfigError, RunError
+from afina.errors import ConfigError, RunError, counted
 from afina.train import checkpoint, durable, nonfinite
 from afina.train.checkpoint import Contents
 from afina.train.interrupt import between_steps
 from afina.train.loop import Step
+from afina.train.memory import OutOfMemoryError
 from afina.train.metrics import MetricsFile, plot_loss
 from afina.train.nonfinite import MOST_IN_A_ROW, Fault, NotFiniteError
 from afina.train.report import Reporter
@@ -51,6 +52,7 @@ class Keeper:
     def __post_init__(self) -> None:
         self.saved = self.state.step or None
         self._bad_in_a_row = 0
+        self._scores: Mapping[str, float] = {}
 
     def follow(self, steps: Iterator[Step]) -> None:
         """Runs the steps to their end, until the scores stop improving, or until somebody stops the run.
@@ -76,7 +78,10 @@ class Keeper:
                         self._stop(step.step)
                         break
             except NotFiniteError as error:
-                raise self._refused(error.fault) from None
+                kept = self._keep(error.fault)
+                raise error.fault.error(kept, self._saved_before()) from None
+            except OutOfMemoryError as error:
+                raise OutOfMemoryError(error.step, error.rows, self._saved_before()) from None
             finally:
                 if board is not None:
                     board.close()
@@ -100,19 +105,16 @@ class Keeper:
             f"go on with: afina train --resume -o {self.out}"
         )
 
-    def _refused(self, fault: Fault) -> RunError:
-        """Saves the run as it was before a step that is not finite, and that step's batch; returns the error."""
-        kept = self._keep(fault)
-        way = f"afina train --resume --allow-changes --lr … -o {self.out}"
+    def _saved_before(self) -> str:
+        """Saves the run as it was before a step that could not be made; says how it goes on."""
         if not self.state.step:
-            return fault.error(kept)
+            return ""
         try:
             self._save()
         except RunError as error:
-            return fault.error(kept, f"\n          {error}")
-        return fault.error(
-            kept, f";\n          the {self.state.step} steps before are saved: {way}"
-        )
+            return f";\n          {error}"
+        way = f"afina train --resume --allow-changes -o {self.out}, with what is to change"
+        return f";\n          {counted(self.state.step, 'step')} before it saved, go on with: {way}"
 
     def _keep(self, fault: Fault) -> Path:
         with durable.writing("the batch that is not finite", self.out):
@@ -121,12 +123,13 @@ class Keeper:
     def _after(self, step: Step, metrics: MetricsFile, board: Any) -> None:
         """Scores, writes and saves what is due after a step."""
         self._count(step)
+        self._scores = {}
         line = step.line()
         if self.changes:
             line["changed"] = {d.name: [d.then, d.now] for d in self.changes}
             self.changes = ()
         if self._due(step.step, self.settings.eval_every) and self.score is not None:
-            scores = self.score(self.model)
+            self._scores = scores = self.score(self.model)
             line.update({f"val_{name}": value for name, value in scores.items()})
             self._judge(scores)
             told = "  ".join(f"val {name} {value:.4f}" for name, value in scores.items())
@@ -196,7 +199,7 @@ class Keeper:
         """Writes the checkpoint of this step, unless it is there."""
         if self.saved == self.state.step:
             return
-        checkpoint.save(self.out, self.contents, self.state)
+        checkpoint.save(self.out, self.contents, self.state, self._scores)
         self.saved = self.state.step
         checkpoint.prune(self.out, self.state, self.settings.keep_last)
 

@@ -24,7 +24,7 @@ from afina.optim.optimisers import Optimiser
 from afina.optim.schedules import factor
 from afina.parallel.runtime import Mesh
 from afina.train.audit import AUDITED_STEPS, audit
-from afina.train.memory import peak_bytes
+from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
 from afina.train.nonfinite import Fault, NotFiniteError, fault_of
 from afina.tree import Edit, seed_of
 from afina.types import Batch, Row
@@ -139,6 +139,7 @@ def loop(
     Raises:
         RunError: when a trainable tensor gets no gradient at the first steps.
         NotFiniteError: when a loss or a gradient is not finite, unless `train.on_nan` is skip.
+        OutOfMemoryError: when a micro-batch does not fit.
     """
     moves = start - skipped
     for step in range(start, work.total_steps):
@@ -229,23 +230,37 @@ def backward(work: Work, rows: Sequence[Row], step: int) -> Gradient:
     trained = int(work.mesh.sum(sum(row.trained_tokens for row in rows)))
     tokens = int(work.mesh.sum(sum(len(row.tokens) for row in rows)))
     parts: list[tuple[tuple[int, ...], float]] = []
-    device = _device(work.model)
     for number, micro in enumerate(work.cut(rows)):
-        batch = to_device(work.collate(micro), device)
-        seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
-        # Dropout, and what a seam draws from torch, then are pure functions of the step.
-        torch.manual_seed(seed)
-        for change in work.seams.on_batch:
-            batch = change(batch, step)
-        if batch.trained_tokens == 0:
-            continue
-        losses = token_losses(*trained_logits(work.model, batch, step=step, seed=seed))
-        for weigh in work.seams.loss:
-            losses = weigh(losses, batch, step)
-        loss = losses.sum() / trained
-        loss.backward()
-        parts.append((batch.rows, float(loss.detach())))
+        try:
+            part = _pass(work, micro, step, number, trained)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            work.optimiser.clear_gradients()
+            raise OutOfMemoryError(step + 1, micro) from None
+        if part is not None:
+            parts.append(part)
     return Gradient(work.mesh.sum(sum(part for _, part in parts)), tokens, trained, parts)
+
+
+def _pass(
+    work: Work, rows: Sequence[Row], step: int, number: int, trained: int
+) -> tuple[tuple[int, ...], float] | None:
+    """Forward and backward of one micro-batch: its row ids and share of the loss; None when nothing in it trains."""
+    batch = to_device(work.collate(rows), _device(work.model))
+    seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
+    # Dropout, and what a seam draws from torch, then are pure functions of the step.
+    torch.manual_seed(seed)
+    for change in work.seams.on_batch:
+        batch = change(batch, step)
+    if batch.trained_tokens == 0:
+        return None
+    losses = token_losses(*trained_logits(work.model, batch, step=step, seed=seed))
+    for weigh in work.seams.loss:
+        losses = weigh(losses, batch, step)
+    loss = losses.sum() / trained
+    loss.backward()
+    return batch.rows, float(loss.detach())
 
 
 def _reduce(work: Work, tensors: dict[str, nn.Parameter]) -> Tensor:

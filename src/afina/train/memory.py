@@ -1,12 +1,52 @@
-"""Peak memory of this process or of its GPU, in bytes."""
+"""Memory of this process or of its GPU, in bytes, and what to do when there is too little."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from afina.errors import RunError, counted
+from afina.types import Row
+
 STATUS = Path("/proc/self/status")
+NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"
+"""How torch's allocator for the CPU, which has no error of its own kind, says it."""
+
+
+class OutOfMemoryError(RunError):
+    """Raised by the loop for a micro-batch that does not fit; the weights are those of the step before.
+
+    Args:
+        step: counted from 1.
+        rows: of the micro-batch.
+        way: how a run that was saved goes on.
+    """
+
+    def __init__(self, step: int, rows: Sequence[Row], way: str = "") -> None:
+        self.step, self.rows = step, tuple(rows)
+        longest = max(rows, key=lambda row: len(row.tokens))
+        tokens = sum(len(row.tokens) for row in rows)
+        if len(rows) > 1:
+            cure = f"smaller micro-batches, which learn the same: --set train.micro_tokens={max(1, tokens // 2)}"
+        else:
+            cure = (
+                "shorter rows (data.max_tokens, data.over_long), a smaller dtype (train.dtype=bf16), "
+                "or a smaller model"
+            )
+        where = f" ({longest.source})" if longest.source else ""
+        super().__init__(
+            f"step {step}: too little memory for one forward and backward pass",
+            got=f"{counted(len(rows), 'row')} with {tokens:,} tokens, the longest{where} with "
+            f"{len(longest.tokens):,}",
+            cure=cure + way,
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch could not get memory, on a GPU or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY_ON_CPU in str(error)
 
 
 def peak_bytes(device: torch.device) -> int | None:

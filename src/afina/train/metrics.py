@@ -96,7 +96,9 @@ def plot_loss(folder: Path) -> Path | None:
 
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    # Fixed margins: to measure every text for a tight layout takes longer than to draw it.
+    figure = Figure(figsize=(7, 4))
+    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.13, top=0.97)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9bb7d4", linewidth=1, label="each step")

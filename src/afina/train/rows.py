@@ -13,7 +13,9 @@ from afina.data.report import DataReport
 from afina.data.settings import DataSettings, Role
 from afina.data.split import split
 from afina.errors import ConfigError, DataError, ModelError
+from afina.models.forward import context_of
 from afina.models.stops import stop_ids
+from afina.models.tokenizer import refuse_outside
 from afina.types import Row
 
 
@@ -25,11 +27,6 @@ def are_rows(source: Any) -> bool:
         and len(source) > 0
         and all(isinstance(item, Row) for item in source)
     )
-
-
-def context_of(model: nn.Module) -> int | None:
-    """The tokens that a model can read at once; None where its config does not say."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def read_rows(
@@ -46,6 +43,7 @@ def read_rows(
 
     def read(source: Any, role: Role) -> list[Row]:
         if are_rows(source):
+            refuse_outside(model, tokenizer, source)
             return list(source)
         if tokenizer is None:
             raise ModelError(
@@ -66,6 +64,7 @@ def read_rows(
             stop_ids=stop_ids(model, tokenizer),
         )
         reports.append(found.report)
+        refuse_outside(model, tokenizer, found.rows)
         return found.rows
 
     rows = read(data, "train")

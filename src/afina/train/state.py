@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
 from afina.config import TrainSettings
 from afina.errors import RunError
@@ -142,6 +143,18 @@ def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[
     return {**found, **more}
 
 
+def on_the_card(state: State, source: str, rows: int, val_rows: int) -> Record:
+    """What an adapter's card says of the run that made it; nothing of it depends on the machine or the folder."""
+    settings = {k: v for k, v in state.settings.items() if k.startswith(("train.", "data."))}
+    data = {
+        "source": Path(source).name,
+        "rows": rows,
+        "fingerprint": state.settings.get(TRAIN_ROWS),
+        "validation_rows": val_rows,
+    }
+    return Record(data=data, settings={k: v for k, v in settings.items() if v is not None})
+
+
 def starting_weights(edit: Edit) -> str:
     """A hash of all values that will train, as they are now."""
     digest = hashlib.sha256()
@@ -154,7 +167,7 @@ def starting_weights(edit: Edit) -> str:
 
 def differences(then: State, now: State) -> list[Difference]:
     """What makes the rest of a run another one than it would have been."""
-    old = {**_defaults(), **then.settings}
+    old = _as_of_today(then, now)
     if then.step:
         old[START] = now.settings.get(
             START
@@ -182,7 +195,7 @@ def roundings(then: State, now: State) -> list[Difference]:
 
 def harmless(then: State, now: State) -> list[Difference]:
     """Settings that differ and change nothing of what is learnt."""
-    old = {**_defaults(), **then.settings}
+    old = _as_of_today(then, now)
     return [
         Difference(name, old.get(name), now.settings.get(name))
         for name in HARMLESS
@@ -196,8 +209,9 @@ def _equal(name: str, then: Any, now: Any) -> bool:
     return then == now
 
 
-def _defaults() -> dict[str, Any]:
-    """The settings of an older afina that lacked some of today's were, in effect, today's defaults."""
-    dumped = TrainSettings().model_dump(mode="json")
-    plain = {n for n, f in TrainSettings.model_fields.items() if dumped[n] == f.default}
-    return {f"train.{n}": dumped[n] for n in plain if f"train.{n}" not in OF_THE_MACHINE}
+def _as_of_today(then: State, now: State) -> dict[str, Any]:
+    """The recorded settings; those that an older afina did not have were, in effect, today's defaults."""
+    fields = TrainSettings.model_fields
+    defaults = {f"train.{name}": field.default for name, field in fields.items()}
+    missing = {n: defaults[n] for n in now.settings if n in defaults and n not in then.settings}
+    return {**missing, **then.settings}

@@ -194,6 +194,22 @@ class Edit:
         for attached in self._attached:
             attached.hook()
 
+    def keep(self) -> None:
+        """Makes the merged weights the model's own: what was attached goes, and there is no way back.
+
+        Afterwards the model is a plain one, to be saved with its own `save_pretrained`.
+
+        Raises:
+            TechniqueError: not merged.
+        """
+        if self._folds is None:
+            raise TechniqueError("the edit is not merged", cure="edit.merge() first")
+        with torch.no_grad():
+            for name, kept in self._snapshots.items():
+                kept.copy_(self.in_place[name])
+        self._folds = None
+        self._reverse()
+
     @contextmanager
     def unfolded(self) -> Generator[None, None, None]:
         """The base's own weights inside the block, whether merged or not; what the edit attached acts as before."""

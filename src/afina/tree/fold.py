@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,10 @@ def fold(
         )
     wide = torch.promote_types(weight.dtype, torch.promote_types(change.dtype, torch.float32))
     exact = change.to(wide)
-    size = float(torch.linalg.vector_norm(exact))
+    size = _norm(exact)
     exact.add_(weight)
     rounded = exact.to(dtype or weight.dtype, copy=True)
-    lost = float(torch.linalg.vector_norm(exact.sub_(rounded)))
+    lost = _norm(exact.sub_(rounded))
     if not (math.isfinite(size) and math.isfinite(lost)):
         raise TechniqueError(
             f"{name}: the folded weight would not be finite",
@@ -65,6 +65,10 @@ def fold(
             cure="the adapter is damaged if its change is not finite; else fold into a wider dtype",
         )
     return rounded, lost / size if size else 0.0
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(cast("Tensor", torch.linalg.vector_norm(tensor)))  # pyright: ignore[reportUnknownMemberType]
 
 
 class Folds:

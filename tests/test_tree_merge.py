@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from torch import nn
 
-from afina.errors import TechniqueError
+from afina.errors import RunError, TechniqueError
 from afina.table import apply
 from afina.techniques.lora import LoRA
-from afina.tree import Edit
+from afina.train.fit import refuse_unfit
+from afina.tree import Delta, Edit
 from afina.tree.fold import fold
 from tests import battery
 
 FOLDING = [case for case in battery.CASES if case.technique.key == "lora"]
 CYCLES = 10
+EAGER = {"mixtral": {"experts_implementation": "eager"}}
 
 
 def moved(name: str, lora: LoRA, dtype: torch.dtype = torch.float64) -> tuple[Any, Edit]:
@@ -170,6 +173,46 @@ def test_states_that_do_not_go_together() -> None:
     edit.undo()
     with pytest.raises(TechniqueError, match="undone"):
         edit.merge()
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", LoRA(rank=4, modules_to_save=("norm",))),
+        ("llama_tied", LoRA(rank=4, target=("lm_head", "q_proj"))),
+        ("mixtral", LoRA(rank=4, target=("q_proj",))),
+    ],
+)
+def test_kept_is_a_plain_model_that_saves_itself(name: str, lora: LoRA, tmp_path: Path) -> None:
+    model, edit = moved(name, lora)
+    flags = {n: p.requires_grad for n, p in battery.build(name).named_parameters()}
+    unmerged = battery.logits(model)
+    with pytest.raises(TechniqueError, match="not merged"):
+        edit.keep()
+    edit.merge()
+    edit.keep()
+    assert edit.undone
+    assert not edit.merged
+    assert not any(isinstance(m, Delta) or m._forward_hooks for m in model.modules())
+    battery.close(battery.logits(model), unmerged, 1e-10)
+    edit.undo()  # of no effect any more
+    battery.close(battery.logits(model), unmerged, 1e-10)
+    assert {n for n, _ in model.named_parameters()} >= set(flags)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64, **EAGER.get(name, {}))
+    battery.close(battery.logits(again.eval()), unmerged, 1e-10)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert not any("lora" in key for key in file.keys())  # noqa: SIM118
+
+
+def test_training_while_merged_is_refused() -> None:
+    model, edit = moved("llama", LoRA(rank=4))
+    refuse_unfit(model, edit)
+    edit.merge()
+    with pytest.raises(RunError, match="merged"):
+        refuse_unfit(model, edit)
+    edit.unmerge()
+    refuse_unfit(model, edit)
 
 
 def test_a_merge_that_fails_leaves_everything() -> None:

@@ -1,0 +1,198 @@
+"""Where an adapter comes from: `afina.json` for programs, and the model card for people.
+
+    {"format": 1, "afina": "0.1.0",
+     "base": {"name": …, "fingerprint": …, "trained": [tensors of the base that the adapter brings]},
+     "techniques": [{"lora": {…}}], "data": {…}, "settings": {…}, "scores": {…}}
+
+Nothing in either depends on the time, the machine or the folder: equal adapters have equal files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from afina.adapters.fingerprint import base_fingerprint
+from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json
+from afina.errors import AdapterError
+from afina.models.demo import DEMOS
+from afina.tree import Edit
+
+FORMAT = 1
+"""The form of `afina.json`; a reader refuses later ones."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run knows about the adapter that it made, as plain values.
+
+    Attributes:
+        data: such as fingerprint, rows and source of the training rows.
+        settings: of the training.
+        scores: on validation rows, by name.
+    """
+
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base that an adapter was made for, as `afina.json` says.
+
+    Attributes:
+        fingerprint: see `fingerprint`.
+        trained: tensors of the base that it leaves out, for the adapter brings them.
+    """
+
+    fingerprint: str
+    trained: tuple[str, ...]
+
+
+def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
+    """The contents of `afina.json`."""
+    return _plain(
+        {
+            "format": FORMAT,
+            "afina": version("afina"),
+            "base": {
+                "name": base,
+                "fingerprint": base_fingerprint(edit.model, edit),
+                "trained": sorted(edit.in_place),
+            },
+            "techniques": [{t.key: t.model_dump(mode="json")} for t in edit.techniques],
+            "data": record.data,
+            "settings": record.settings,
+            "scores": record.scores,
+        }
+    )
+
+
+def read_record(folder: Path) -> Base | None:
+    """What `afina.json` says about the base; None when there is no such file, as in adapters that PEFT wrote.
+
+    Raises:
+        AdapterError: when the file cannot be read, or is of a later form.
+    """
+    if not (folder / RECORD).is_file():
+        return None
+    found = read_json(folder / RECORD, "the adapter's record")
+    form = found.get("format")
+    if form != FORMAT:
+        raise AdapterError(
+            "the adapter's record has a form that this version does not know",
+            got=f"{folder / RECORD}: format {form!r}, written by afina {found.get('afina')}",
+            wanted=f"format {FORMAT}",
+            cure="use that version of afina; without the file the base cannot be checked",
+        )
+    base: Any = found.get("base")
+    fingerprint = base.get("fingerprint") if isinstance(base, dict) else None
+    trained = base.get("trained", []) if isinstance(base, dict) else None
+    if not isinstance(fingerprint, str) or not isinstance(trained, list):
+        raise AdapterError("the adapter's record names no base", got=folder / RECORD)
+    return Base(fingerprint, tuple(map(str, trained)))
+
+
+def dumps(value: Mapping[str, Any]) -> str:
+    """JSON whose keys are in order."""
+    return json.dumps(_plain(value), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def card(found: Mapping[str, Any], tensors: Mapping[str, Tensor], *, chats: bool) -> str:
+    """The model card.
+
+    Args:
+        found: the contents of `afina.json`.
+        tensors: of the adapter.
+        chats: whether a tokenizer with a chat template is beside it.
+    """
+    base = found["base"]["name"]
+    numbers = sum(t.numel() for t in tensors.values())
+    head = ["---", "library_name: peft", "tags: [afina, lora]"]
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base):  # the Hub takes no local paths here
+        head.append(f"base_model: {base}")
+    facts = {
+        "base model": base,
+        "its fingerprint": found["base"]["fingerprint"],
+        "tensors": f"{len(tensors)} with {numbers:,} numbers",
+        "made by": f"afina {found['afina']}",
+    }
+    tables = [
+        ("Technique", dict(_flat({k: v for t in found["techniques"] for k, v in t.items()}))),
+        ("Data", dict(_flat(found["data"]))),
+        ("Settings", dict(_flat(found["settings"]))),
+        ("Scores", dict(_flat(found["scores"]))),
+    ]
+    lines = [*head, "---", "", f"# An adapter for {base}", "", *_table(facts), ""]
+    for title, rows in tables:
+        lines += [f"## {title}", "", *(_table(rows) if rows else ["Not recorded."]), ""]
+    return "\n".join([*lines, *_usage(base, chats)]) + "\n"
+
+
+def _usage(base: str, chats: bool) -> list[str]:
+    beside = ", and the tokenizer" if chats else ""
+    # Transformers knows no demo model by its name, but it knows a folder.
+    demo = base in DEMOS
+    theirs = "BASE" if demo else repr(base)
+    about = f" `BASE` is the folder that `afina models get {base}` prints." if demo else ""
+    return [
+        "## Use",
+        "",
+        f"`FOLDER` is this folder: `{CONFIG}`, `{WEIGHTS}`, `{RECORD}`{beside}.",
+        "",
+        "```sh",
+        "afina chat FOLDER",
+        "```",
+        "",
+        "```python",
+        "import afina",
+        "",
+        f"model, tokenizer = afina.load({base!r})",
+        "edit = afina.load_adapter(model, FOLDER)  # an error when anything does not fit",
+        "```",
+        "",
+        f"With Transformers and PEFT, which do not compare the base's fingerprint:{about}",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({'FOLDER' if chats else theirs})",
+        f"base = AutoModelForCausalLM.from_pretrained({theirs})",
+        "model = PeftModel.from_pretrained(base, FOLDER)",
+        "```",
+    ]
+
+
+def _table(rows: Mapping[str, Any]) -> list[str]:
+    cells = {k: str(v).replace("|", "\\|").replace("\n", " ") for k, v in rows.items()}
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())]
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values under dotted names, as JSON writes them."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield above + name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: what it has no form for as text, a NaN among them."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)

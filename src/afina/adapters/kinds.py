@@ -1,0 +1,156 @@
+"""What a technique must say to have its adapters in PEFT's layout; `fitting` and `files` do the rest.
+
+A technique's `Kind` is a table of plain values and functions. To add one: write it beside `peft_lora.LORA` and put it
+into `files.KINDS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from afina.errors import AdapterError, nearest
+from afina.seams import MapSite
+from afina.tree import Delta, Edit, Technique
+
+Config = Mapping[str, Any]
+Parts = Mapping[str, Tensor]
+"""The tensors of one place, by the ending of their keys: `lora_A.weight`."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What may stand in a configuration file.
+
+    Attributes:
+        needed: keys that must be there, for what is left out is never guessed.
+        types: of the keys whose values are used.
+        items: types of what is in their lists.
+        neutral: keys with the values that say nothing; any other value is a variant, which would load as something it
+            is not.
+        free: keys whose values do not matter, or are judged where they are used.
+        cures: what to do about a variant.
+    """
+
+    needed: tuple[str, ...]
+    types: Mapping[str, tuple[type, ...]]
+    items: Mapping[str, type]
+    neutral: Mapping[str, tuple[object, ...]]
+    free: frozenset[str]
+    cures: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one technique lies in PEFT's layout.
+
+    Attributes:
+        technique: the class of its settings.
+        peft_type: what PEFT calls it.
+        allowed: what its configuration may hold.
+        ending: the end of a key that belongs to a place; group `part` is the ending without an adapter's name, group
+            `adapter` that name, if there is one.
+        tensors: the tensors of a delta by the ending of their keys; writing into them writes into the model.
+        config: the technique's own lines of `adapter_config.json`.
+        named: the places that a configuration names, among the sites of a model, as (site, name in the file) pairs;
+            None when it does not say.
+        misfit: what is wrong with the tensors for one site, as (ending, why) pairs; None when nothing is.
+        technique_of: the technique that makes exactly the places of a file, given the configuration, the tensors of
+            each place, names in the file by place, the model's maps, and the modules that are saved whole.
+    """
+
+    technique: type[Technique]
+    peft_type: str
+    allowed: Allowed
+    ending: re.Pattern[str]
+    part: Callable[[re.Match[str]], str]
+    tensors: Callable[[Delta], dict[str, Tensor]]
+    config: Callable[[Edit], dict[str, Any]]
+    named: Callable[[nn.Module, Config, Mapping[str, str]], set[str] | None]
+    misfit: Callable[[MapSite, Parts], dict[str, str]]
+    technique_of: Callable[[nn.Module, Config, Places], Technique]
+
+
+@dataclass(frozen=True)
+class Places:
+    """What an adapter's file holds, under the model's own names.
+
+    Attributes:
+        parts: the tensors of each place.
+        whole: modules that are saved whole.
+        seen: how the file calls each place.
+    """
+
+    parts: Mapping[str, Parts]
+    whole: Sequence[str]
+    seen: Mapping[str, str]
+
+
+def refuse_settings(config: Config, kinds: Mapping[str, Kind], where: object) -> Kind:
+    """The kind of a configuration, which must hold nothing that this version does not know.
+
+    Raises:
+        AdapterError: naming every key that is missing, unknown, of a wrong type, or says a variant.
+    """
+    kind = kinds.get(str(config.get("peft_type")))
+    if kind is None:
+        raise AdapterError(
+            f"cannot load {where}",
+            got=f"peft_type {config.get('peft_type')!r}",
+            wanted=" or ".join(kinds),
+        )
+    allowed = kind.allowed
+    problems = [
+        f"{key} is missing (it is never guessed)" for key in allowed.needed if key not in config
+    ]
+    problems += [
+        f"{key} = {config[key]!r}: not {' or '.join(k.__name__ for k in types)}"
+        for key, types in allowed.types.items()
+        if key in config
+        and (config[key] is not None or key in allowed.needed)
+        and type(config[key]) not in types  # true is no number
+    ]
+    problems += [
+        f"{key} = {config[key]!r}: not a list of {item.__name__}"
+        for key, item in allowed.items.items()
+        if isinstance(config.get(key), list) and not all(type(x) is item for x in config[key])
+    ]
+    variants = [
+        key
+        for key, neutral in allowed.neutral.items()
+        if key in config and not any(config[key] is n or config[key] == n for n in neutral)
+    ]
+    problems += [
+        f"{key} = {config[key]!r}: a variant this version does not know" for key in variants
+    ]
+    known = {*allowed.needed, *allowed.types, *allowed.neutral, *allowed.free, "peft_type"}
+    for key, value in config.items():
+        if key not in known and value not in (None, False, {}, []):
+            near = nearest(key, sorted(known), 1)
+            hint = f" (near: {near[0]})" if near else ""
+            problems.append(f"{key} = {value!r}: an unknown setting{hint}")
+    if problems:
+        cures = [allowed.cures[key] for key in variants if key in allowed.cures]
+        if any("an unknown setting" in problem for problem in problems):
+            version = config.get("peft_version", "that wrote it")
+            cures.append(
+                f"an unknown setting at its default in PEFT {version} can be taken out of the file"
+            )
+        raise AdapterError(
+            f"cannot load {where}",
+            got="; ".join(problems),
+            wanted=f"plain {kind.technique.__name__}",
+            cure="; ".join(cures) or None,
+        )
+    return kind
+
+
+def named(patterns: list[str] | str | None, name: str) -> bool:
+    """PEFT's rule: text is a regular expression of the whole name, a list holds names or their ends."""
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, name) is not None
+    return any(name == p or name.endswith(f".{p}") for p in patterns or ())

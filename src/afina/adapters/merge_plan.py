@@ -1,0 +1,254 @@
+"""What a merged model's files shall hold, tensor by tensor, decided from names and shapes alone.
+
+No weight is read here: the base is a skeleton on the meta device, its files are known by their headers. Each tensor
+that the merged model differs in gets a function that makes it when its turn to be written comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afina.adapters.files import peft_tensors
+from afina.adapters.layout import PREFIX
+from afina.adapters.merge_shards import DTYPES, NAMES, Stored, Wanted
+from afina.errors import AdapterError, ModelError, TechniqueError
+from afina.table import apply
+from afina.tree import Delta, Technique
+from afina.tree.fold import fold, refuse_other_ties, tied_groups
+
+Shards = Mapping[str, list[Stored]]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What an adapter makes of its base.
+
+    Attributes:
+        deltas: to be folded, by the name of the weight beside which each acts.
+        whole: base tensors that were trained themselves, by name.
+    """
+
+    deltas: Mapping[str, Delta]
+    whole: Mapping[str, Tensor]
+
+
+@dataclass
+class Plan:
+    """The files of a merged model.
+
+    Attributes:
+        shards: the tensors of each file, in their order.
+        untied: names that are one tensor in the base, and several in the merged model.
+        rounding: of each folded weight, the share of its change that was lost; filled while the files are written.
+    """
+
+    shards: dict[str, list[Wanted]]
+    untied: tuple[str, ...]
+    rounding: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@torch.no_grad()
+def changes(skeleton: Any, technique: Technique, tensors: Mapping[str, Tensor]) -> Changes:
+    """The adapter's values, in memory; the base stays without any.
+
+    Args:
+        skeleton: the base on the meta device. It is left changed by the technique.
+        technique: makes the adapter's places.
+        tensors: the values, by PEFT's keys.
+    """
+    edit = apply(skeleton, [technique])
+    for delta in edit.deltas.values():
+        delta.to_empty(device="cpu")
+    own = peft_tensors(edit)
+    for key, tensor in own.items():
+        if not tensor.is_meta:
+            tensor.copy_(tensors[key])
+    whole = {
+        key.removeprefix(PREFIX): tensors[key] for key, tensor in own.items() if tensor.is_meta
+    }
+    beside = {f"{name.rpartition('.')[0]}.weight": delta for name, delta in edit.deltas.items()}
+    return Changes(beside, whole)
+
+
+def locate(skeleton: Any, shards: Shards) -> dict[str, str]:
+    """The skeleton's name for each stored tensor that is one of its tensors as it stands.
+
+    Files may call tensors otherwise than the model does, or keep in pieces what is one tensor in the model (experts):
+    Transformers' own table says which. Pieces have no entry.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    table = get_model_conversion_mapping(skeleton)
+    names = [each for each in table if isinstance(each, WeightRenaming)]
+    pieces = [each for each in table if isinstance(each, WeightConverter)]
+    own: dict[str, Any] = dict(skeleton.named_parameters(remove_duplicate=False))
+    found: dict[str, str] = {}
+    for stored in (one for file in shards.values() for one in file):
+        name, piece = rename_source_key(stored.name, names, pieces, skeleton.base_model_prefix, own)
+        if piece is None and name in own and tuple(own[name].shape) == stored.shape:
+            found[stored.name] = name
+    return found
+
+
+def make_plan(
+    skeleton: Any, shards: Shards, changes: Changes, dtype: torch.dtype | None = None
+) -> Plan:
+    """What the merged model's files hold.
+
+    Args:
+        skeleton: the base on the meta device, with or without the adapter on it.
+        shards: the headers of the base's files.
+        changes: see `changes`.
+        dtype: of every floating-point tensor; None keeps each as the base has it.
+
+    Raises:
+        AdapterError: a tied weight whose two users would need different values that the model cannot hold apart.
+        ModelError: the files keep a changed tensor in another form than the model.
+    """
+    plan = _Planner(skeleton, shards, changes, dtype)
+    return plan.make()
+
+
+class _Planner:
+    def __init__(
+        self, skeleton: Any, shards: Shards, changes: Changes, dtype: torch.dtype | None
+    ) -> None:
+        self.shards, self.changes, self.dtype = shards, changes, dtype
+        self.names = locate(skeleton, shards)
+        self.stored = {
+            self.names[one.name]: one
+            for file in shards.values()
+            for one in file
+            if one.name in self.names
+        }
+        self.rounding: dict[str, float] = {}
+        self.group = {name: names for names in tied_groups(skeleton) for name in names}
+        self.parted = _parted(skeleton, self.group, changes.deltas)
+        self._refuse_unreachable()
+
+    def _refuse_unreachable(self) -> None:
+        """Raises for a change of a tensor that is not in the files as it is in the model."""
+        wanted = [*self.changes.deltas, *self.changes.whole]
+        lost = [n for n in wanted if not any(m in self.stored for m in self.group.get(n, [n]))]
+        if lost:
+            raise ModelError(
+                "the base's files keep tensors that the adapter changes in another form than the model has them",
+                got=", ".join(lost[:4]),
+                wanted="one tensor in the files for each of the model's",
+                cure="merge in memory: edit.merge(), edit.keep(), model.save_pretrained(folder)",
+            )
+
+    def make(self) -> Plan:
+        files = {
+            file: [self._of_base(one) for one in stored] for file, stored in self.shards.items()
+        }
+        # A tensor that the base has only under its tie's name lies behind that one.
+        for name in (n for n in self.parted if n not in self.stored):
+            tie = next(n for n in self.group[name] if n in self.stored)
+            file = self.stored[tie].file.name
+            files[file].append(self._changed(name, name, self.stored[tie]))
+        return Plan(files, tuple(self.parted), self.rounding)
+
+    def _of_base(self, stored: Stored) -> Wanted:
+        """What stands in the place of one of the base's tensors."""
+        name = self.names.get(stored.name)
+        if name is not None and (name in self.changes.deltas or name in self.changes.whole):
+            return self._changed(stored.name, name, stored)
+        dtype = self._dtype(stored)
+        if dtype == stored.dtype:
+            return Wanted(stored.name, dtype, stored.shape, stored)
+        return Wanted(
+            stored.name, dtype, stored.shape, lambda: _cast(stored.read(), dtype, stored.name)
+        )
+
+    def _changed(self, key: str, name: str, stored: Stored) -> Wanted:
+        """The tensor `name` of the model, under `key` in the file; `stored` holds the base's values."""
+        dtype, delta = self._dtype(stored), self.changes.deltas.get(name)
+        stored.refuse_unknown()
+        trained = self.changes.whole.get(name)
+
+        def value() -> Tensor:
+            return stored.read() if trained is None else trained
+
+        def folded() -> Tensor:
+            if delta is None:
+                return _cast(value(), dtype, name)
+            change = delta.stored_delta()
+            result, self.rounding[name] = fold(value(), change, name=name, dtype=DTYPES[dtype])
+            return result
+
+        return Wanted(key, dtype, stored.shape, folded)
+
+    def _dtype(self, stored: Stored) -> str:
+        return (
+            stored.dtype if self.dtype is None or stored.dtype not in DTYPES else NAMES[self.dtype]
+        )
+
+
+def _parted(
+    skeleton: Any, group: Mapping[str, list[str]], deltas: Mapping[str, Delta]
+) -> list[str]:
+    """Names of a tied tensor that differ after the merge, all of them; empty when none do.
+
+    Raises:
+        AdapterError: where the model has no setting that parts them.
+    """
+    touched = next((name for name in deltas if name in group), None)
+    if touched is None:
+        return []
+    try:
+        refuse_other_ties(skeleton, touched)
+    except TechniqueError as error:
+        raise AdapterError(
+            f"the adapter cannot be merged: {error.what}",
+            got=error.got,
+            wanted=error.wanted,
+            cure=error.cure,
+        ) from None
+    return list(group[touched])
+
+
+def _cast(values: Tensor, dtype: str, name: str) -> Tensor:
+    """The values in another format.
+
+    Raises:
+        AdapterError: a value does not fit it.
+    """
+    cast = values.to(DTYPES[dtype])
+    if not torch.isfinite(cast).all():
+        raise AdapterError(
+            f"{name} has values that {dtype} does not hold, or that are not finite",
+            got=f"up to {float(values.abs().max()):g}",
+            wanted=f"at most {torch.finfo(DTYPES[dtype]).max:g}",
+            cure="choose another dtype, such as bf16 or fp32",
+        )
+    return cast
+
+
+ReadTensor = Callable[[str], Tensor]
+"""The base's tensor of that name, read from its file."""
+
+
+def reader(skeleton: Any, shards: Shards) -> ReadTensor:
+    """Finds the base's tensors by the model's names; of each only what is looked at is read."""
+    names = locate(skeleton, shards)
+    where = {names[one.name]: one for file in shards.values() for one in file if one.name in names}
+    ties = {name: group for group in tied_groups(skeleton) for name in group}
+
+    def read(name: str) -> Tensor:
+        stored = next((where[n] for n in (name, *ties.get(name, ())) if n in where), None)
+        if stored is None:
+            raise ModelError("the base's files keep this tensor in another form", got=name)
+        return stored.mapped()
+
+    return read

@@ -1,0 +1,1 @@
+"""Reports made from what other rooms measure: the pre-flight of a run."""

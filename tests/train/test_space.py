@@ -1,0 +1,95 @@
+"""Room on the disk: estimated before the first step, and refused in numbers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from afina.config import TrainSettings
+from afina.errors import RunError
+from afina.table import apply
+from afina.techniques.full import Full
+from afina.techniques.lora import LoRA
+from afina.train import space
+from afina.train.durable import in_words
+from tests.tiny import byte_tokenizer, tiny_llama
+from tests.train.kit import run
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "rmsprop", "nadam"])
+@pytest.mark.parametrize(
+    ("technique", "dtype"),
+    [(LoRA(rank=16), torch.float32), (Full(), torch.float32), (Full(), torch.bfloat16)],
+)
+def test_the_estimate_is_near_the_real_size(
+    tmp_path: Path, technique: Any, dtype: torch.dtype, optimizer: str
+) -> None:
+    """Within 5 % and what the small text files take, of a model large enough for headers not to count."""
+    from afina.adapters.card import Record
+    from afina.train import checkpoint
+    from afina.train.checkpoint import Contents
+    from afina.train.loop import Seams
+    from afina.train.plan import optimiser_of
+    from afina.train.state import State
+
+    model = tiny_llama(hidden_size=128, intermediate_size=256, dtype=dtype)
+    edit = apply(model, [technique], seed=1)
+    settings = TrainSettings(optimizer=optimizer)
+    optimiser = optimiser_of(edit, settings, Seams())
+    for tensor in edit.trainable().values():
+        tensor.grad = torch.ones_like(tensor)
+    optimiser.step()
+    tokenizer = byte_tokenizer()
+    estimated = space.checkpoint_bytes(edit, optimizer, tokenizer)
+    contents = Contents(edit, optimiser, "tiny", tokenizer, Record())
+    saved = checkpoint.save(tmp_path, contents, State(step=1), {})
+    real = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    assert abs(real - estimated) < 0.05 * real + 40_000
+
+
+def test_so_many_checkpoints_lie_there_at_once() -> None:
+    def most(validates: bool = False, total: int = 1000, **settings: Any) -> int:
+        return space.checkpoints_at_once(TrainSettings(**settings), total, validates)
+
+    assert most(save_every=100, keep_last=2) == 3  # two, and the one that is being written
+    assert most(save_every=100, keep_last=None) == 10
+    assert most(save_every=400, keep_last=5) == 3
+    assert most(save_every=None) == 1
+    assert most(True, save_every=100, keep_last=2, eval_every=50) == 4  # and the best
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_first_step_and_before_the_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(tmp_path / "run", steps=1)
+    real = shutil.disk_usage
+
+    def little(path: Any) -> Any:
+        return real(path)._replace(free=1000)
+
+    monkeypatch.setattr(shutil, "disk_usage", little)
+    # What the folder holds may go, so the same run fits again.
+    run(tmp_path / "run", steps=1, options={"overwrite": True})
+    with pytest.raises(RunError, match="too little room") as caught:
+        run(tmp_path / "run", LoRA(rank=16), steps=20, save_every=1, options={"overwrite": True})
+    assert "1,000 bytes free" in str(caught.value.got)
+    assert "KiB" in str(caught.value.wanted)
+    assert "train.keep_last" in str(caught.value.cure)
+    assert (first.weights / "adapter_model.safetensors").exists()
+    with pytest.raises(RunError, match="too little room"):
+        run(tmp_path / "other", steps=1)
+    assert not (tmp_path / "other").exists()
+
+
+def test_bytes_are_said_as_people_say_them() -> None:
+    assert [in_words(n) for n in (0, 1023, 1536, 5 * 2**20, 3 * 2**40)] == [
+        "0 bytes",
+        "1,023 bytes",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3,072.0 GiB",
+    ]
