@@ -114,6 +114,21 @@ def test_the_output_is_written_in_place_where_it_may_be() -> None:
     torch.testing.assert_close(low_rank_add(x, slanted, a, b, 1.0), (x @ a.t() @ b.t()).detach())
 
 
+def test_an_output_that_is_a_view_has_its_gradients() -> None:
+    """As that of GPT-2's maps is."""
+    x, weight, a, b = draw((2, 3, 6), (6, 5), (2, 6), (5, 2))
+    frozen = weight.detach()
+
+    def run(fast: bool) -> Tensor:
+        flat = torch.addmm(torch.ones(5, dtype=F64), x.view(-1, 6), frozen)
+        y = flat.view(2, 3, 5)
+        return low_rank_add(x, y, a, b, 2.0) if fast else y + 2.0 * x @ a.t() @ b.t()
+
+    pair = [torch.autograd.grad(run(fast).square().sum(), [x, a, b]) for fast in (True, False)]
+    for one, other in zip(*pair, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
 def test_dropout_is_the_mask_of_its_seed_forward_and_backward() -> None:
     x, a, b = draw((6, 8), (2, 8), (5, 2))
     torch.manual_seed(3)

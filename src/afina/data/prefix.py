@@ -104,6 +104,26 @@ def labels(tree: Tree, rows: Sequence[Row]) -> dict[tuple[int, int], int]:
     return dict(sorted(found.items()))
 
 
+def pack_shared(rows: Sequence[Row], max_tokens: int, *, worth: int = WORTH) -> list[list[Row]]:
+    """Rows grouped into micro-batches of at most `max_tokens`, a common beginning counted once.
+
+    Rows are taken in the order of their tokens, so that those which begin alike come together. A row longer than
+    `max_tokens` lies alone.
+
+    Raises:
+        DataError: `max_tokens` is not positive.
+    """
+    if max_tokens < 1:
+        raise DataError("a micro-batch must hold at least one token", got=max_tokens, wanted="≥ 1")
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: row.tokens):
+        if groups and unique_tokens([*groups[-1], row], worth=worth) <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
 def unique_tokens(rows: Sequence[Row], *, worth: int = WORTH) -> int:
     """Tokens that are left when common beginnings are joined."""
     return len(tree(rows, worth=worth).tokens)

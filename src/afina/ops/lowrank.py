@@ -75,7 +75,7 @@ def expand_add(h: Tensor, y: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
     writable = y.is_contiguous() and not (y.is_leaf and y.requires_grad)
     if not _plain(h, y, b_OR) or not writable or h.dtype != y.dtype:
         return y + (F.linear(h * scaling, b_OR.to(h.dtype))).to(y.dtype)
-    return _call(_ExpandAdd, h, y, b_OR, scaling)
+    return _call(_ExpandAdd, y, h, b_OR, scaling)
 
 
 def dropout_mask(shape: torch.Size, dropout: float, seed: int, x: Tensor) -> Tensor:
@@ -141,8 +141,10 @@ class _Project(torch.autograd.Function):
 
 
 class _ExpandAdd(torch.autograd.Function):
+    # The output is the first argument: where it is a view (of GPT-2's maps it is), autograd takes the first gradient
+    # that backward gives for that of what is written.
     @staticmethod
-    def forward(ctx: Any, h: Tensor, y: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
+    def forward(ctx: Any, y: Tensor, h: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
         ctx.save_for_backward(h, b_OR)
         ctx.scaling = scaling
         y.view(-1, y.shape[-1]).addmm_(_flat(h), b_OR.to(h.dtype).t(), alpha=scaling)
@@ -155,8 +157,8 @@ class _ExpandAdd(torch.autograd.Function):
         (dy,) = grads
         dy_NO = _flat(dy)
         dh = db = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             dh = (dy_NO @ b_OR.to(dy.dtype)).mul_(ctx.scaling).view_as(h)
         if ctx.needs_input_grad[2]:
             db = (dy_NO.t() @ _flat(h)).mul_(ctx.scaling).to(b_OR.dtype)
-        return dh, dy, db, None
+        return dy, dh, db, None
