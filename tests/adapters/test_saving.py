@@ -240,6 +240,7 @@ def test_the_model_card(tmp_path: Path) -> None:
     text = (tmp_path / "a/README.md").read_text(encoding="utf-8")
     numbers = sum(p.numel() for p in edit.trainable().values())
     for line in (
+        "tags: [afina, lora]",
         "base_model: some/base",
         f"| its fingerprint | {base_fingerprint(edit.model, edit)} |",
         f"| tensors | 28 with {numbers:,} numbers |",

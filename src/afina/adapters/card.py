@@ -117,7 +117,8 @@ def card(found: Mapping[str, Any], tensors: Mapping[str, Tensor], *, chats: bool
     """
     base = found["base"]["name"]
     numbers = sum(t.numel() for t in tensors.values())
-    head = ["---", "library_name: peft", "tags: [afina, lora]"]
+    tags = ", ".join(key for technique in found["techniques"] for key in technique)
+    head = ["---", "library_name: peft", f"tags: [afina, {tags}]"]
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base):  # the Hub takes no local paths here
         head.append(f"base_model: {base}")
     facts = {
