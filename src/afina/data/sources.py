@@ -36,6 +36,8 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 DEEPEST = 64
 """Most levels of lists and objects in a column: far more than conversations have, far fewer than end Python's stack."""
 
+_NESTS = (dict, list, tuple)  # tuples of classes of C are looked up faster than Mapping
+
 Placed = Iterator[tuple[str, dict[str, Any] | DataError]]
 """Rows with their place, or what is wrong with them."""
 
@@ -128,11 +130,12 @@ def _found(
 
 def _unusable(place: str, columns: Mapping[Any, Any]) -> DataError | None:
     """What is wrong with a row that was read, whatever its format."""
-    odd = next((name for name in columns if not isinstance(name, str)), None)
-    if odd is not None:
-        return DataError(f"{place}: a column's name is no text", got=repr(odd), wanted="a text")
     for name, value in columns.items():
-        fault = _structure(value) if isinstance(value, (Mapping, list, tuple)) else None
+        if not isinstance(name, str):
+            return DataError(
+                f"{place}: a column's name is no text", got=repr(name), wanted="a text"
+            )
+        fault = _structure(value) if isinstance(value, _NESTS) else None
         if fault:
             return DataError(
                 f"{place}: column {name!r} is {fault}",
@@ -148,11 +151,14 @@ def _structure(value: Any) -> str | None:
         inside, depth = level.pop()
         if depth > DEEPEST:
             return f"nested more than {DEEPEST} levels deep"
-        if isinstance(inside, Mapping):
-            if not all(isinstance(key, str) for key in inside):
-                return "an object with a key that is no text"
+        if isinstance(inside, dict):
+            for key in inside:
+                if not isinstance(key, str):
+                    return "an object with a key that is no text"
             inside = inside.values()
-        level += [(each, depth + 1) for each in inside if isinstance(each, (Mapping, list, tuple))]
+        for each in inside:
+            if isinstance(each, _NESTS):
+                level.append((each, depth + 1))
     return None
 
 
