@@ -100,7 +100,7 @@ def test_full_fine_tuning_is_a_technique_like_others(place: Path) -> None:
         ([*COMMON, "--set", "train.learning_rat=1"], 2, "train.learning_rat"),
         ([*COMMON, "--set", "techniques.lora.target=[q_prj]"], 5, "q_proj"),
         ([*COMMON, "--technique", "full", "--technique", "lora"], 5, "cannot be combined"),
-        (["train", "--resume", "-o", "run"], 2, "config.yaml"),
+        (["train", "--resume", "-o", "run"], 7, "there is no run to resume"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_status_and_nothing_is_written(
@@ -158,6 +158,16 @@ def test_a_run_goes_on_with_more_steps_when_changes_are_allowed(
     assert "# --steps" in text
     assert main(["train", "--resume", "-o", "run"]) == 0
     assert main([*COMMON, "--steps", "2", "--allow-changes"]) == 2
+
+
+def test_a_mistyped_run_names_the_one_that_is_there(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMON[:3], "-o", "runs/calls-001", "--steps", "1"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "-o", "runs/call-001"]) == 7
+    assert "did you mean runs/calls-001?" in capsys.readouterr().err
+    assert not (place / "runs/call-001").exists()
 
 
 def test_a_damaged_checkpoint_names_the_one_before_it_and_nothing_is_touched(

@@ -263,8 +263,13 @@ def test_overwriting_removes_last_what_shows_that_it_is_a_run(
         with pytest.raises(Stop), folder.claimed(out, resume=False, overwrite=True):
             pass
     assert (out / "config.yaml").exists()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("x")
+    (out / "link").symlink_to(elsewhere)  # as of somebody who keeps his checkpoints on another disk
     with folder.claimed(out, resume=False, overwrite=True):
         assert [path.name for path in out.iterdir()] == [".lock"]
+    assert (elsewhere / "mine").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into read-only folders")

@@ -369,14 +369,19 @@ def test_a_stopped_run_is_saved_between_steps_and_goes_on(tmp_path: Path) -> Non
 
 def test_two_processes_are_kept_out_of_one_folder(tmp_path: Path) -> None:
     """What another process meets while a run goes on, also when it says overwrite or resume."""
-    from afina.train.folder import claimed
+    from afina.train.folder import claimed, refuse_busy
 
     def intrude(step: int) -> None:
         for way in ({"overwrite": True, "resume": False}, {"overwrite": False, "resume": True}):
             with pytest.raises(RunError, match="another process"), claimed(tmp_path / "run", **way):
                 pass
 
-    found = run(tmp_path / "run", steps=2, options={"seams": Seams(after_step=(intrude,))})
+    def ask(step: int) -> None:
+        with pytest.raises(RunError, match="another process"):
+            refuse_busy(tmp_path / "run")
+
+    found = run(tmp_path / "run", steps=2, options={"seams": Seams(after_step=(intrude, ask))})
+    refuse_busy(tmp_path / "run")
     assert len(read_metrics(found.folder)) == 2
     with claimed(tmp_path / "run", overwrite=False, resume=True):
         pass

@@ -178,8 +178,8 @@ def latest(run: Path, wanted: str | None = None) -> Path | None:
     damage = manifest.damage(folder)
     if damage:
         raise RunError(
-            f"the checkpoint {folder.name} is damaged, and nothing was changed",
-            got="\n          ".join(damage[:4]),
+            "the checkpoint to go on from is damaged, and nothing was changed",
+            got="\n          ".join([f"{folder}", *damage[:4]]),
             wanted="the files as they were written",
             cure=_way_out(run, there, folder),
         )

@@ -93,6 +93,7 @@ class Job:
     def run(self, data: Any, val: Any) -> Run:
         """From the data to the finished folder."""
         say = self.options.reporter or reporter()
+        folder.refuse_busy(self.out)
         rows, val_rows, reports = read_rows(
             self.model, self.tokenizer, data, val, self.options.data_settings
         )
@@ -147,10 +148,7 @@ class Job:
             changes = resume.compare(start.state, now, allow=options.allow_changes, say=say)
             done = resume.finished(self.out, start.state, now, changes)
             if done is not None:
-                say.say(
-                    f"this run is finished ({counted(done.steps, 'step')}), and nothing was changed; to "
-                    f"train on: afina train --resume --allow-changes --steps N -o {self.out}"
-                )
+                say.say(result.told(done))
                 return done
             state = self._restore(start, now, changes, say)
             if changes or harmless(start.state, now):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from afina.adapters.card import Record
@@ -126,10 +127,21 @@ def from_file(path: Path) -> State:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.pop("format", None) != FORMAT:
             raise ValueError("written by another version of afina")
-        machine = found.pop("machine")
-        return State(**found, machine=None if machine is None else Machine(**machine))
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise RunError("the run's state cannot be read", got=f"{path}: {error}") from None
+        return TypeAdapter(State).validate_python(found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunError(
+            "the run's state cannot be read",
+            got=f"{path}: {' '.join(str(error).split())[:200]}",
+            cure="put the file back as it was written, or begin anew with --overwrite",
+        ) from None
+
+
+def or_none(path: Path) -> State | None:
+    """The same, None where there is no such file or it cannot be read."""
+    try:
+        return from_file(path)
+    except RunError:
+        return None
 
 
 def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[str, Any]:
