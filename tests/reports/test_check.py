@@ -345,6 +345,19 @@ def test_the_estimate_of_a_checkpoint_is_near_the_real_one(tmp_path: Path) -> No
     assert need["checkpoint_bytes"] < real < need["checkpoint_bytes"] + 2**16
 
 
+def test_a_folder_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**given: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("afina.reports.space.tempfile.TemporaryFile", refused)
+    finding = space.output(tmp_path / "run", resume=False, overwrite=False)
+    assert finding.status == "error"
+    assert finding.seen == f"nothing can be made in {tmp_path} (Read-only file system)"
+    assert space.output(None, resume=False, overwrite=False).status == "skipped"
+
+
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_asked(tmp_path: Path) -> None:
     assert space.existing(tmp_path / "a" / "b") == tmp_path
     finding = space.disk(

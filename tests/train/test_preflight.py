@@ -70,7 +70,9 @@ def test_rows_that_train_nothing_are_named() -> None:
     rows = [row(0, (1, 2, 3), "011"), *(row(n, (1, 2), "00") for n in range(1, 6))]
     finding = labels(rows, [9])
     assert finding.status == "warning"
-    assert "5 rows train nothing: a.jsonl:2, a.jsonl:3, a.jsonl:4 and 2 more" in finding.seen
+    assert (
+        "5 rows without a trained token: a.jsonl:2, a.jsonl:3, a.jsonl:4 and 2 more" in finding.seen
+    )
 
 
 def test_an_empty_answer_is_only_its_stop() -> None:
@@ -299,7 +301,7 @@ def test_duplicates_are_counted_and_the_first_is_named() -> None:
     rows = ready(*ASKED, ASKED[1], ASKED[1]).rows
     finding = duplicates(rows)
     assert finding.status == "warning"
-    assert finding.seen == "2 rows say what an earlier row says; first: row:4 is row:2"
+    assert finding.seen == "2 rows with the content of an earlier one; first: row:4 is row:2"
     assert duplicates(rows[:3]).status == "ok"
 
 
@@ -392,7 +394,7 @@ def test_repetitions_are_said_once(tmp_path: Path) -> None:
     assert not any("duplicates" in line for line in said)
     rows = prepare([*ROWS, ROWS[0]], byte_tokenizer(), DataSettings()).rows
     given = told(trained(tmp_path / "given", rows))
-    assert sum("warning: duplicates: 1 row say" in line for line in given) == 1
+    assert sum("warning: duplicates: 1 row with" in line for line in given) == 1
 
 
 def test_a_worthless_run_is_stopped_before_anything_is_written(tmp_path: Path) -> None:
