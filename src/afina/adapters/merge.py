@@ -91,7 +91,7 @@ def merge_unchecked(
     offline: bool | None = None,
 ) -> Merged:
     """As `merge`, and the outcome of the check is only in the result and in the files."""
-    settings, out = of_kind(MergeSettings, settings), Path(out).expanduser()
+    settings, out = of_kind(MergeSettings, settings), local(out)
     target = resolve_run(str(source))
     to_file = out.suffix.lower() == ".gguf"
     _refuse_whole(target, to_file=to_file)

@@ -11,6 +11,7 @@ import typer
 
 from afina.cli import train as train_verb
 from afina.errors import AfinaError, ConfigError
+from afina.places import exists, local
 
 EXAMPLES = (
     "afina check smollm2-135m calls.jsonl",
@@ -97,10 +98,10 @@ def _as_config(name: str | None) -> Path | None:
     """The file that a name in the place of MODEL means, if it is a configuration or a run's folder."""
     if name is None:
         return None
-    path = Path(name).expanduser()
+    path = local(name)
     if path.suffix in (".yaml", ".yml"):
         return path
-    return path / "config.yaml" if (path / "config.yaml").is_file() else None
+    return path / "config.yaml" if exists(path / "config.yaml") else None
 
 
 def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:

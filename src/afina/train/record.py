@@ -11,6 +11,7 @@ from afina.config import EvalSettings, Resolved, RunConfig, TrainSettings, as_gi
 from afina.data.report import DataReport
 from afina.data.settings import DataSettings
 from afina.models.demo import DEMOS
+from afina.places import exists, local
 from afina.train import durable, folder, state
 from afina.train.state import Difference, State
 from afina.tree import Edit
@@ -21,9 +22,9 @@ START = "start.json"
 
 def absolute(name: str | None) -> str | None:
     """A file's or folder's name as it is found from any working directory; a name of the hub, or a demo's, as it is."""
-    if name is None or name in DEMOS or not Path(name).expanduser().exists():
+    if name is None or name in DEMOS or not exists(local(name)):
         return name
-    return str(Path(name).expanduser().resolve())
+    return str(local(name).resolve())
 
 
 def name_of(source: Any) -> str:
