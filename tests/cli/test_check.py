@@ -242,6 +242,13 @@ def test_json_on_the_standard_output_is_alone_there(
     assert "stop token" in shown.err
 
 
+def test_full_fine_tuning_is_checked_too(place: Path) -> None:
+    words = [word for word in SOUND if word not in ("--rank", "4")]
+    full = ["--technique", "full", "--lr", "5e-5", "--strict", "--json", "out.json"]
+    assert main([*words, *full]) == 0
+    assert statuses(place / "out.json") == dict.fromkeys(POINTS, "ok")
+
+
 def test_an_adapter_to_start_from_is_checked_as_it_is(place: Path, tiny: Path) -> None:
     save_run(place / "noise", tiny)
     words = ["check", "tiny", "rows.jsonl", "--init-from", "noise", "--json", "out.json"]

@@ -233,6 +233,18 @@ def test_the_pace_is_that_of_the_last_step(tmp_path: Path, monkeypatch: pytest.M
     assert values["eta_s"] == pytest.approx(50 * values["seconds_per_step"])
 
 
+def test_the_step_has_the_threads_of_the_run(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    met: set[int] = set()
+    case = Case(tmp_path, settings={"rows_per_step": 8, "threads": before + 1})
+    case.model.register_forward_pre_hook(
+        lambda module, args: met.add(torch.get_num_threads()) if module.training else None
+    )
+    assert case.check()["first step"].status == "ok"
+    assert met == {before + 1}
+    assert torch.get_num_threads() == before
+
+
 def windows(case: Case) -> Iterator[list[Row]]:
     return plan.windows_from(TrainSettings(**case.settings), case.rows())
 

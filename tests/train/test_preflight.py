@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from afina.config import TrainSettings
 from afina.data.dataset import Prepared, prepare
@@ -48,6 +51,7 @@ def subject(rows: list[Row], tokenizer: Any, **more: Any) -> Subject:
     return Subject(rows, [], tokenizer, settings=TrainSettings(), **given)
 
 
+BYTES = byte_tokenizer()
 ASKED = [kit.turns(f"Question {n}?", f"Answer {n}.") for n in range(3)]
 
 
@@ -323,6 +327,38 @@ def test_shared_rows_are_a_warning_and_shared_prompts_a_note() -> None:
     )
     assert overlap(train, ready(kit.turns("new", "one")).rows).status == "ok"
     assert overlap(train, []).status == "skipped"
+
+
+@st.composite
+def any_rows(draw: st.DrawFn) -> list[Row]:
+    """Rows as a caller may make them: any tokens, labels anywhere, prompts of any length."""
+    made: list[Row] = []
+    for number in range(draw(st.integers(1, 4))):
+        tokens = draw(st.lists(st.integers(0, 259), min_size=1, max_size=12))
+        marks = draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+        prompt = draw(st.integers(0, len(tokens)))
+        meta = draw(
+            st.sampled_from([{}, {"prompt": "a"}, {"prompt": [{"role": "x", "content": ""}]}])
+        )
+        made.append(Row(tuple(tokens), tuple(marks), number, prompt_tokens=prompt, meta=meta))
+    return made
+
+
+@given(any_rows(), any_rows())
+def test_whatever_rows_are_given_every_point_is_a_finding(rows: list[Row], val: list[Row]) -> None:
+    looked = replace(subject(rows, BYTES), val_rows=val, stops=[256, 259], given=True)
+    found = preflight.cheap(looked)
+    assert [finding.name for finding in found] == [
+        "labels",
+        "stop token",
+        "template",
+        "lengths",
+        "duplicates",
+        "overlap",
+    ]
+    trains = any(any(row.trained[1:]) for row in rows)
+    assert {f.name for f in found if f.status == "error"} == (set() if trains else {"labels"})
+    assert json.loads(json.dumps([finding.values for finding in found], allow_nan=False))
 
 
 # --- what a run makes of them ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from afina.train import micro, plan
 from afina.train.audit import AUDITED_STEPS
 from afina.train.loop import Step, Work, loop
 from afina.train.preflight import Finding, of_error, place, skipped
+from afina.train.resume import threads
 from afina.train.validate import mean_loss
 
 WORSE = 0.05
@@ -72,7 +73,7 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
     began = time.perf_counter()
     try:
         kept = nullcontext() if trial.disposable else untouched(trial.edit)
-        with kept, packing(trial.model, trial.packed):
+        with threads(trial.settings.threads), kept, packing(trial.model, trial.packed):
             trial.model.train()
             tokens, why = trial.micro_tokens()
             steps = list(islice(loop(_work(trial, tokens), trial.windows()), AUDITED_STEPS))
