@@ -109,6 +109,12 @@ def test_without_a_model_the_format_is_recognised_all_the_same(
     assert statuses(place / "out.json")["format"] == "error"
 
 
+def test_a_device_that_is_not_there_is_a_finding(place: Path) -> None:
+    assert main([*SOUND, "--set", "train.device=tpu", "--json", "out.json"]) == 2
+    found = statuses(place / "out.json")
+    assert (found["model"], found["format"], found["folder"]) == ("error", "ok", "ok")
+
+
 def test_a_technique_that_does_not_fit_is_a_finding(place: Path) -> None:
     words = ["--set", "techniques.lora.target=[q_prj]", "--json", "out.json"]
     assert main([*SOUND, *words]) == 2

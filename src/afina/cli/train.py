@@ -105,7 +105,7 @@ def command(
     resume = resume or resume_from is not None
     if resume and out is not None:
         refuse_no_run(out)
-        asked = (config, resume_from, sets, allow_changes, print_config, *flags_of(given).values())
+        asked = (config, resume_from, sets, allow_changes, print_config, *flags.values())
         if not any(asked) and is_finished(out):
             return
         config = config or out / "config.yaml"
