@@ -25,7 +25,7 @@ from afina.train.loop import Seams
 from afina.train.plan import optimiser_of
 from afina.train.state import State
 from tests.tiny import byte_tokenizer, tiny_llama
-from tests.train.kit import run, same, weights
+from tests.train.kit import Stop, run, same, stop_after, weights
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "rmsprop", "nadam"])
@@ -145,3 +145,24 @@ def test_a_disk_that_is_too_small_is_refused_first(small_disk: Path) -> None:
     with pytest.raises(RunError, match="too little room"):
         run(small_disk / "run", LoRA(rank=16), steps=40, save_every=1, keep_last=None)
     assert not (small_disk / "run").exists()
+
+
+def test_a_disk_that_is_read_only_is_refused_first(small_disk: Path) -> None:
+    """Also for root, whom permissions do not keep out; and when there is a run to go on with."""
+
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
+
+    out = small_disk / "run"
+    settings = {"steps": 4, "save_every": 2}
+    with pytest.raises(Stop):
+        run(out, options={"seams": stop_after(3)}, **settings)
+    remount("ro")
+    try:
+        with pytest.raises(RunError, match="may not be written"):
+            run(small_disk / "other", steps=1)
+        with pytest.raises(RunError, match="may not be written"):
+            run(out, options={"resume": True}, **settings)
+    finally:
+        remount("rw")
+    assert run(out, options={"resume": True}, **settings).steps == 4

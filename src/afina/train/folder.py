@@ -33,6 +33,7 @@ def refuse_used(out: Path, *, resume: bool, overwrite: bool) -> None:
     if resume:
         if not (out / CONFIG).exists():
             raise RunError("there is no run to resume", got=out, wanted=f"a folder with {CONFIG}")
+        _refuse_unwritable(out)
         return
     _refuse_unwritable(out)
     if not out.exists() or not _contents(out):

@@ -93,6 +93,7 @@ class Job:
     def run(self, data: Any, val: Any) -> Run:
         """From the data to the finished folder."""
         say = self.options.reporter or reporter()
+        folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
         folder.refuse_busy(self.out)
         rows, val_rows, reports = read_rows(
             self.model, self.tokenizer, data, val, self.options.data_settings
@@ -106,7 +107,6 @@ class Job:
         self._look_at(rows, val_rows, say, given=are_rows(data))
         say.say(self.edit.summary())
         self.total_steps = plan.total_steps(self.settings, rows)
-        folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
         self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
         with folder.claimed(
