@@ -88,8 +88,9 @@ def read(
     total = 0
     with gathering(bad, name) as refused:
         for total, (at, columns) in enumerate(islice(found, settings.max_rows), start=1):
-            fault = columns if isinstance(columns, DataError) else _unusable(at, columns)
-            if fault is not None:
+            if isinstance(columns, DataError):
+                refused.add(at, columns)
+            elif (fault := _unusable(at, columns)) is not None:
                 refused.add(at, fault)
             else:
                 plain = {key: _value(value) for key, value in columns.items()}
