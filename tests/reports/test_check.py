@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,20 @@ def test_the_first_step_is_the_runs(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert values["losses"] == [line["loss"] for line in lines[:2]]
     assert values["gradient_norms"] == [line["gradient_norm"] for line in lines[:2]]
+
+
+def test_steps_that_move_nothing_judge_nothing(tmp_path: Path) -> None:
+    """The only row with labels comes last, and a part that nothing reaches is found all the same."""
+    case = Case(tmp_path, val=None, settings={"rows_per_step": 1, "micro_rows": 1})
+    rows = case.rows()[:6]
+    silent = [replace(row, trained=(False,) * len(row.tokens)) for row in rows]
+    order = list(itertools.islice(plan.windows_from(TrainSettings(**case.settings), rows), 6))
+    keep = order[-1][0].id
+    case.data = [rows[n] if n == keep else silent[n] for n in range(6)]
+    assert case.check()["first step"].values["losses"][0] > 0
+    case = replace(case, model=model(), edit=None)
+    case.model.model.layers[0].mlp.spare_proj = torch.nn.Linear(32, 32, bias=False)
+    assert case.check()["first step"].status == "error"
 
 
 def test_the_pace_is_that_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
         "first step",
         "ok",
         f"{len(steps)} steps on the rows of the run: all {len(names)} trainable tensors get a gradient, "
-        f"norm {norms[0]:.3g}; undone",
+        f"norm {norms[0]:.3g}; nothing of it is kept",
         values={
             "steps": len(steps),
             "tensors": len(names),
