@@ -263,11 +263,16 @@ def _refuse_model(path: Path) -> None:
 
 def _missing(path: Path) -> DataError:
     folder, near = path.parent, _near(path)
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        got, cure = "an address", "download it first, and name the file"
+    else:
+        got = f"folder {folder} {'exists' if exists(folder) else 'does not exist either'}"
+        cure = f"did you mean {' or '.join(near)}?" if near else "check the path"
     return DataError(
         f"{path}: no such file",
-        got=f"folder {folder} {'exists' if exists(folder) else 'does not exist either'}",
+        got=got,
         wanted="a data file, a folder, or the id of a hub data set",
-        cure=f"did you mean {' or '.join(near)}?" if near else "check the path",
+        cure=cure,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,10 +119,19 @@ def resolve(
             "no such file or folder",
             got=name,
             wanted="a Hugging Face folder or a .gguf file",
-            cure=f"the working directory is {Path.cwd()}: check the path",
+            cure=_cure_of_name(name),
         )
     _refuse_misspelt_demo(name)
     return _folder(remote.fetch(name, revision=revision, token=token, offline=offline))
+
+
+def _cure_of_name(name: str) -> str:
+    address = re.match(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)", name)
+    if address:
+        return f"name it as the hub does: {address[1]}"
+    if "://" in name:
+        return "download it first, and name the file or folder"
+    return f"the working directory is {Path.cwd()}: check the path"
 
 
 def task_of(config: Any, num_labels: int | None = None) -> Task:

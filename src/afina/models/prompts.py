@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from jinja2 import TemplateError
-
 from afina.errors import ConfigError, DataError, ModelError
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
@@ -120,7 +118,7 @@ def _encode_messages(
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # a template is a program, and may fail as any does
         raise ModelError(
             "the chat template refuses these messages",
             got=f"roles {[m.get('role') for m in messages]}; it says: {error}",
