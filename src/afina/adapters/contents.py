@@ -33,8 +33,13 @@ def peft_tensors(edit: Edit) -> dict[str, Tensor]:
     return found
 
 
-def peft_config(edit: Edit, base: str) -> dict[str, Any]:
+def peft_config(edit: Edit, base: str, revision: str | None = None) -> dict[str, Any]:
     """The contents of `adapter_config.json`.
+
+    Args:
+        edit: of one technique.
+        base: name or folder of the base model.
+        revision: of a base on the hub.
 
     Raises:
         AdapterError: when the edit is not one technique that PEFT's layout can hold.
@@ -47,6 +52,7 @@ def peft_config(edit: Edit, base: str) -> dict[str, Any]:
         "peft_type": kind.peft_type,
         "task_type": _task(edit.model, whole),
         "base_model_name_or_path": base,
+        "revision": revision,
         "modules_to_save": whole or None,
         "inference_mode": True,
         **kind.config(edit),

@@ -62,11 +62,12 @@ def save(
             cure="name another folder",
         )
     _refuse_state(edit)
+    record = record or Record()
     with edit.unfolded():
-        config = peft_config(edit, base)
+        config = peft_config(edit, base, record.revision)
         # Clones, for a tied tensor stands under two keys and the file must hold it twice.
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
-        known = record_of(edit, base, record or Record())
+        known = record_of(edit, base, record)
     refuse_unusable(tensors, "not saved")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
