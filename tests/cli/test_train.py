@@ -142,7 +142,8 @@ def test_held_out_rows_are_accounted_for(place: Path, capsys: pytest.CaptureFixt
 def test_a_run_goes_on_with_more_steps_when_changes_are_allowed(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*COMMON, "--steps", "2"]) == 0
+    assert main([*COMMON, "--steps", "2", "--rank", "2"]) == 0
+    before = (place / "run/config.yaml").read_text().splitlines()
     capsys.readouterr()
     assert main(["train", "--resume", "-o", "run"]) == 0
     assert "this run is finished (2 steps), and nothing was changed" in capsys.readouterr().err
@@ -154,8 +155,11 @@ def test_a_run_goes_on_with_more_steps_when_changes_are_allowed(
     assert [line["step"] for line in read_metrics(place / "run")] == [1, 2, 3]
     text = (place / "run/config.yaml").read_text()
     assert text.startswith("# step 2: resumed with train.steps: 2 then, 3 now\n")
-    # The configuration is now the longer run's, with where its steps came from, and loads.
-    assert "# --steps" in text
+    # The configuration is now the longer run's; every other value is where it was, from where it was.
+    lines = text.splitlines()[1:]
+    differing = [(a, b) for a, b in zip(before, lines, strict=True) if a != b]
+    assert len(differing) == 1
+    assert differing[0][1].split() == ["steps:", "3", "#", "--steps"]
     assert main(["train", "--resume", "-o", "run"]) == 0
     assert main([*COMMON, "--steps", "2", "--allow-changes"]) == 2
 

@@ -106,7 +106,8 @@ def test_what_differs_is_said_with_its_value_then_and_now_and_nothing_is_touched
     got = str(caught.value.got)
     assert "train.lr: 0.01 then, 0.005 now" in got
     assert "techniques.lora.alpha: 32.0 then, 8.0 now" in got
-    assert "the training rows: " in got
+    assert "the training rows: 10 rows (" in got
+    assert ") then, 11 rows (" in got
     assert "--allow-changes" in str(caught.value.cure)
     assert contents(tmp_path / "run") == before
 

@@ -16,12 +16,7 @@ from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
 from afina.data.settings import DataSettings
 from afina.errors import counted
-from afina.models.forward import (
-    packing,
-    to_device,
-    token_losses,
-    trained_logits,
-)
+from afina.models.forward import packing
 from afina.train import (
     checkpoint,
     durable,
@@ -56,6 +51,7 @@ from afina.train.state import (
     harmless,
     on_the_card,
     recorded,
+    rows_in_words,
     starting_weights,
 )
 from afina.tree import Edit
@@ -71,12 +67,23 @@ class Given:
         val_rows: for validation.
         reports: of how they came about.
         resolved: the configuration, for config.yaml.
+        fingerprint: of the training rows.
     """
 
     rows: list[Row]
     val_rows: list[Row]
     reports: Sequence[DataReport]
     resolved: Resolved[Any]
+    fingerprint: str
+
+    def in_words(self) -> dict[str, Any]:
+        """For the adapter's card."""
+        return {
+            "source": Path(self.resolved.config.source).name,
+            "rows": len(self.rows),
+            "fingerprint": self.fingerprint,
+            "validation_rows": len(self.val_rows),
+        }
 
 
 @dataclass
@@ -114,7 +121,9 @@ class Job:
         ):
             try:
                 with durable.writing("the run's files", self.out, alone=False):
-                    return self._begin(Given(rows, val_rows, reports, resolved), say)
+                    return self._begin(
+                        Given(rows, val_rows, reports, resolved, fingerprint(rows)), say
+                    )
             finally:
                 say.close()
 
@@ -181,8 +190,8 @@ class Job:
         """Of step 0, with all that must be equal for a resumed run to be the same run."""
         more: dict[str, Any] = {
             "data.packing": self.options.data_settings.packing,
-            TRAIN_ROWS: fingerprint(given.rows),
-            VAL_ROWS: fingerprint(given.val_rows),
+            TRAIN_ROWS: rows_in_words(given.rows, given.fingerprint),
+            VAL_ROWS: rows_in_words(given.val_rows, fingerprint(given.val_rows)),
             BASE: base_fingerprint(self.model, self.edit),
             START: starting_weights(self.edit),
         }
@@ -207,7 +216,7 @@ class Job:
     ) -> Run:
         """From `state` to the finished folder."""
         rows, val_rows = given.rows, given.val_rows
-        card = on_the_card(state, given.resolved.config.source, len(rows), len(val_rows))
+        card = on_the_card(state, given.in_words())
         contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer, card)
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
@@ -258,26 +267,17 @@ class Job:
         self, rows: Sequence[Row], state: State, say: Reporter
     ) -> tuple[State, Callable[[Sequence[Row]], list[list[Row]]]]:
         """How a step is cut into micro-batches: as set, as decided before, or found by trial."""
-        rows_each, tokens_each = self.settings.micro_rows, self.settings.micro_tokens
-        if "auto" in (rows_each, tokens_each):
-            tokens_each = state.micro_tokens
-            if tokens_each is None:
-                longest = max(rows, key=lambda row: len(row.tokens))
-                sample = [longest, *next(plan.windows_from(self.settings, rows))]
-                tokens_each, why = micro.find_tokens(sample, self._trial, self._device())
-                say.say(f"micro-batches of at most {tokens_each:,} tokens: {why}")
-            state, rows_each = replace(state, micro_tokens=tokens_each), None
-        each = None if rows_each is None else int(rows_each)
-        most = None if tokens_each is None else int(tokens_each)
-        return state, lambda part: micro.cut(part, rows_each=each, tokens_each=most)
-
-    def _trial(self, rows: Sequence[Row]) -> None:
-        """A forward and backward pass that leaves nothing behind."""
-        batch = to_device(self._collate(rows), self._device())
-        if batch.trained_tokens:
-            token_losses(*trained_logits(self.model, batch)).sum().backward()
-        for parameter in self.edit.trainable().values():
-            parameter.grad = None
+        auto = "auto" in (self.settings.micro_rows, self.settings.micro_tokens)
+        if auto and state.micro_tokens is None:
+            longest = max(rows, key=lambda row: len(row.tokens))
+            sample = [longest, *next(plan.windows_from(self.settings, rows))]
+            run = micro.trial(self.model, self.edit, self._collate)
+            tokens, why = micro.find_tokens(sample, run, self._device())
+            say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
+            state = replace(state, micro_tokens=tokens)
+        elif not auto:
+            state = replace(state, micro_tokens=None)
+        return state, micro.cutter(self.settings, state.micro_tokens)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device

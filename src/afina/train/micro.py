@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
+from afina.config import TrainSettings
 from afina.data.packing import pack
+from afina.models.forward import to_device, token_losses, trained_logits
 from afina.train.memory import free_bytes, peak_bytes, used_bytes
-from afina.types import Row
+from afina.tree import Edit
+from afina.types import Batch, Row
 
 MOST_TOKENS = 2048
 """No more tokens than this in one pass on a CPU when the size is chosen here: enough for full-rate matrix products."""
@@ -22,6 +26,33 @@ def cut(rows: Sequence[Row], *, rows_each: int | None, tokens_each: int | None) 
         return pack(rows, tokens_each)
     each = rows_each or max(1, len(rows))
     return [list(rows[i : i + each]) for i in range(0, len(rows), each)]
+
+
+def cutter(
+    settings: TrainSettings, found: int | None
+) -> Callable[[Sequence[Row]], list[list[Row]]]:
+    """What cuts the rows of a step, as set; `found` tokens each where the settings say auto."""
+    if "auto" in (settings.micro_rows, settings.micro_tokens):
+        return lambda rows: cut(rows, rows_each=None, tokens_each=found)
+    each = None if settings.micro_rows is None else int(settings.micro_rows)
+    most = None if settings.micro_tokens is None else int(settings.micro_tokens)
+    return lambda rows: cut(rows, rows_each=each, tokens_each=most)
+
+
+def trial(
+    model: nn.Module, edit: Edit, collate: Callable[[Sequence[Row]], Batch]
+) -> Callable[[Sequence[Row]], None]:
+    """A forward and backward pass over some rows that leaves nothing behind."""
+    device = next(model.parameters()).device
+
+    def run(rows: Sequence[Row]) -> None:
+        batch = to_device(collate(rows), device)
+        if batch.trained_tokens:
+            token_losses(*trained_logits(model, batch)).sum().backward()
+        for parameter in edit.trainable().values():
+            parameter.grad = None
+
+    return run
 
 
 def find_tokens(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import nn
 from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
 from afina.config import TrainSettings
-from afina.errors import RunError
+from afina.errors import RunError, counted
 from afina.tree import Edit
+from afina.types import Row
 
 FORMAT = 1
 
@@ -155,15 +157,19 @@ def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[
     return {**found, **more}
 
 
-def on_the_card(state: State, source: str, rows: int, val_rows: int) -> Record:
-    """What an adapter's card says of the run that made it; nothing of it depends on the machine or the folder."""
+def rows_in_words(rows: Sequence[Row], fingerprint: str) -> str:
+    """What tells some rows from others, and shows how many they are."""
+    return f"{counted(len(rows), 'row')} ({fingerprint[:16]})"
+
+
+def on_the_card(state: State, data: Mapping[str, Any]) -> Record:
+    """What an adapter's card says of the run that made it; nothing of it depends on the machine or the folder.
+
+    Args:
+        state: whose settings of training and data are told.
+        data: the source, number and fingerprint of its rows.
+    """
     settings = {k: v for k, v in state.settings.items() if k.startswith(("train.", "data."))}
-    data = {
-        "source": Path(source).name,
-        "rows": rows,
-        "fingerprint": state.settings.get(TRAIN_ROWS),
-        "validation_rows": val_rows,
-    }
     return Record(data=data, settings={k: v for k, v in settings.items() if v is not None})
 
 
