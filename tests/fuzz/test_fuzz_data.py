@@ -47,6 +47,8 @@ SEEDS = [
     json.dumps(ROWS[:1] * 3, indent=1).encode(),
     json.dumps({"version": 1, "data": ROWS[:2]}).encode("utf-16"),
     b'prompt,completion\na,"b ""c""\nd"\n\xc3\xa9;,2\n',
+    b"sep=^\nprompt^ completion\na^ b\n",
+    b'sep="\r\na"b\r\n1"2',
     b"text;label\na;1\nb;2\n",
     "one\r\n\r\ntwo\rthree\u2028".encode(),
     gzip.compress(json.dumps(ROWS[0]).encode()),
