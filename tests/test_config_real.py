@@ -107,7 +107,7 @@ def test_precedence_and_origin_of_every_setting() -> None:
         ("techniques", "lora", "layers"): ("0-3", [1, 2], None), ("techniques", "full", "layers"): ("1", "2", "3"),
     }  # fmt: skip
     rng = random.Random(0)
-    for _ in range(40):
+    for _ in range(12):
         layers = {path: [rng.random() < 0.5 for _ in range(3)] for path in fresh}
         text = HEAD
         for group in ("train", "eval"):
