@@ -216,7 +216,7 @@ class Job:
     ) -> Run:
         """From `state` to the finished folder."""
         rows, val_rows = given.rows, given.val_rows
-        card = on_the_card(state, given.in_words())
+        card = on_the_card(state, given.in_words(), given.resolved.config.revision)
         contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer, card)
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")

@@ -162,15 +162,17 @@ def rows_in_words(rows: Sequence[Row], fingerprint: str) -> str:
     return f"{counted(len(rows), 'row')} ({fingerprint[:16]})"
 
 
-def on_the_card(state: State, data: Mapping[str, Any]) -> Record:
+def on_the_card(state: State, data: Mapping[str, Any], revision: str | None = None) -> Record:
     """What an adapter's card says of the run that made it; nothing of it depends on the machine or the folder.
 
     Args:
         state: whose settings of training and data are told.
         data: the source, number and fingerprint of its rows.
+        revision: of the base, where it is one on the hub.
     """
     settings = {k: v for k, v in state.settings.items() if k.startswith(("train.", "data."))}
-    return Record(data=data, settings={k: v for k, v in settings.items() if v is not None})
+    told = {k: v for k, v in settings.items() if v is not None}
+    return Record(data=data, settings=told, revision=revision)
 
 
 def starting_weights(edit: Edit) -> str:
