@@ -565,6 +565,10 @@ def test_a_failure_on_the_way_leaves_nothing(
 
     spoil(monkeypatch, fails)
     refused(AdapterError, "half-way", adapter, tmp_path / "out")
+    calls = 0
+    with pytest.raises(AdapterError, match="half-way"):
+        merge(adapter, tmp_path / "new" / "deep" / "out")
+    assert not (tmp_path / "new").exists()
 
 
 def test_no_space(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,6 +580,7 @@ def test_no_space(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_to_merge(base: Path, tmp_path: Path) -> None:
     refused(AdapterError, "a model, without an adapter", base, tmp_path / "out")
+    refused(AdapterError, "no run, checkpoint or adapter", tmp_path / "typo", tmp_path / "out")
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(f"model: {base}\ndata: train.jsonl\n")
