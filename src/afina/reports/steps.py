@@ -115,19 +115,12 @@ def out_of_memory(name: str, trial: Trial) -> Finding:
 
 def _work(trial: Trial, tokens: int | None) -> Work:
     """The run's own work, with as many steps as it takes to judge every tensor."""
-    settings = trial.settings
-    if tokens is None:
-        rows_each, tokens_each = settings.micro_rows, settings.micro_tokens
-    else:
-        rows_each, tokens_each = None, tokens
-    each = None if rows_each is None else int(rows_each)
-    most = None if tokens_each is None else int(tokens_each)
     return Work(
         trial.model,
         trial.edit,
-        plan.optimiser_of(trial.edit, settings, trial.seams),
-        settings,
-        lambda rows: micro.cut(rows, rows_each=each, tokens_each=most),
+        plan.optimiser_of(trial.edit, trial.settings, trial.seams),
+        trial.settings,
+        micro.cutter(trial.settings, tokens),
         trial.collate,
         OneProcess(),
         trial.seams,

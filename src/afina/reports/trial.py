@@ -15,7 +15,6 @@ from torch import nn
 from afina.config import TrainSettings
 from afina.data.packing import collate
 from afina.data.settings import DataSettings
-from afina.models.forward import to_device, token_losses, trained_logits
 from afina.train import micro, plan
 from afina.train.loop import Seams
 from afina.tree import Edit
@@ -81,14 +80,8 @@ class Trial:
         if "auto" not in (self.settings.micro_rows, self.settings.micro_tokens):
             return None, ""
         longest = max(self.rows, key=lambda row: len(row.tokens))
-        return micro.find_tokens([longest, *next(self.windows())], self._pass, self.device)
-
-    def _pass(self, rows: Sequence[Row]) -> None:
-        batch = to_device(self.collate(rows), self.device)
-        if batch.trained_tokens:
-            token_losses(*trained_logits(self.model, batch)).sum().backward()
-        for parameter in self.edit.trainable().values():
-            parameter.grad = None
+        run = micro.trial(self.model, self.edit, self.collate)
+        return micro.find_tokens([longest, *next(self.windows())], run, self.device)
 
     @property
     def device(self) -> torch.device:
