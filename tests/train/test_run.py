@@ -210,6 +210,23 @@ def test_full_fine_tuning_leaves_a_model_that_transformers_loads(tmp_path: Path)
     assert moved == {n for n in before if n.startswith("model.layers.1.")}
 
 
+def test_a_checkpoint_of_a_whole_model_draws_no_bar_through_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        run(tmp_path / "run", Full(), steps=1)
+        assert logging.is_progress_bar_enabled()
+    finally:
+        if not shown:
+            logging.disable_progress_bar()
+    said = capsys.readouterr()
+    assert "shards" not in said.out + said.err
+
+
 def test_full_fine_tuning_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = {"steps": 4, "save_every": 2}
     half = {"dtype": torch.bfloat16}
