@@ -294,7 +294,7 @@ def test_the_manifest_names_every_file_with_its_hash(tmp_path: Path) -> None:
     (tmp_path / "more").write_text("beside")
     assert manifest.damage(tmp_path) == []
     (tmp_path / "in/b").write_bytes(b"x")
-    (tmp_path / "a").write_bytes(b"abd")
+    (tmp_path / "a").write_bytes(b"xyz")
     assert manifest.damage(tmp_path) == [
         "a does not hold what was written",
         "in/b has 1 bytes, 0 were written",
