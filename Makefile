@@ -72,8 +72,8 @@ gpu: $(READY)  ## CPU and GPU agree; says so and ends well where there is no GPU
 docs: $(READY)  ## the site, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-soak: $(READY)  ## the whole suite over and over (ROUNDS=10), to catch what fails now and then
-	@set -e; for round in $$(seq $${ROUNDS:-10}); do echo "== round $$round"; $(TESTS) $(ARGS); done
+soak: $(READY)  ## the whole suite over and over (ROUNDS=10), with 200 killed runs and longer fuzzing each time
+	@set -e; export AFINA_KILLS=200 AFINA_FULL_DISKS=60 AFINA_FUZZ=10; for round in $$(seq $${ROUNDS:-10}); do echo "== round $$round"; $(TESTS) $(ARGS); done
 
 clean:  ## what was built, the environment too
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

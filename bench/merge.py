@@ -148,10 +148,12 @@ def interleaved(models: dict[str, Any], run: Run, tokens: int, windows: int) -> 
     with torch.inference_mode():
         for model in models.values():
             run(model)
-        for _ in range(windows):
-            for name, model in models.items():
+        names = list(models)
+        for window in range(windows):
+            turn = window % len(names)  # each is first in its turn
+            for name in names[turn:] + names[:turn]:
                 began = time.perf_counter()
-                run(model)
+                run(models[name])
                 seconds[name].append(time.perf_counter() - began)
     return {name: tokens / statistics.median(found) for name, found in seconds.items()}
 

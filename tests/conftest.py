@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; threads only fight over the cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +17,14 @@ from hypothesis import settings
 # No deadline: a test must never depend on how fast the machine is.
 settings.register_profile("afina", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("afina")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_again() -> Iterator[None]:
+    """A verb that makes afina's log talk does so for its process, which the next test is not meant to hear."""
+    level = logging.getLogger("afina").level
+    yield
+    logging.getLogger("afina").setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from afina.cli import eval as eval_verb
+from afina.cli import main
 from afina.cli import train as train_verb
 from afina.config import Resolved, dump, load_config
 from afina.config.document import read_text, write
@@ -106,7 +107,7 @@ def test_precedence_and_origin_of_every_setting() -> None:
         ("techniques", "lora", "layers"): ("0-3", [1, 2], None), ("techniques", "full", "layers"): ("1", "2", "3"),
     }  # fmt: skip
     rng = random.Random(0)
-    for _ in range(40):
+    for _ in range(12):
         layers = {path: [rng.random() < 0.5 for _ in range(3)] for path in fresh}
         text = HEAD
         for group in ("train", "eval"):
@@ -185,3 +186,54 @@ def test_an_origin_names_an_option_that_there_is(verb: Any) -> None:
     for path in paths:
         last = path.rsplit(".", 1)[-1].replace("_", "-")
         assert FLAG_NAMES.get(path, f"--{last}") in names, path
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_printed_can_be_given_back(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text("train: {lr: 1e-3, seed: 3}\n", encoding="utf-8")
+    words = ["m", "d.jsonl", "-c", "mine.yaml", "--seed", "4", "--set", "train.clip=null"]
+    assert main(["train", *words, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "model: m # MODEL", "source: d.jsonl # DATA", "lr: 0.001 # mine.yaml:1", "seed: 4 # --seed",
+        "clip: null # --set", "eps: 1e-08 # default", "rank: 16 # default",
+    ):  # fmt: skip
+        bare = [" ".join(text.split()) for text in printed.splitlines()]
+        assert line in bare, line
+    Path("printed.yaml").write_text(printed, encoding="utf-8")
+    assert main(["train", "-c", "printed.yaml", "--print-config"]) == 0
+    again = capsys.readouterr().out
+    values = [
+        [line.partition("  # ")[0].rstrip() for line in t.splitlines()] for t in (printed, again)
+    ]
+    assert values[0] == values[1]
+    other = [t for t in again.splitlines() if "  # " in t and "  # printed.yaml:" not in t]
+    # Of two ways to say one thing the file gives one, and the other is nobody's.
+    names = {name for pair in TrainSettings.ONE_OF for name in pair}
+    assert {text.split(":")[0].strip() for text in other} < names
+    assert all(" null " in text and text.endswith("# default") for text in other)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("train:\n  learning_rate: 1\n", [], "mine.yaml:2: unknown setting 'train.learning_rate'"),
+        ("quantizaton: 4bit\n", [], "mine.yaml:1: unknown setting 'quantizaton'"),
+        ("train: {steps: many}\n", [], 'mine.yaml:1: train.steps cannot have this value\n  got:    "many"'),
+        ("", ["--steps", "0"], "--steps: train.steps cannot have this value"),
+        ("", ["--set", "data.val_fraction=2"], "wanted: less than 1"),
+        ("", ["--technique", "lroa"], "--technique: unknown setting 'techniques.lroa'"),
+        ("", ["--set", "techniques.lora.rank_patern={q: 1}"], "did you mean techniques.lora.rank_pattern"),
+    ],
+)  # fmt: skip
+def test_a_slip_ends_with_its_place_and_status_2(
+    text: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.yaml").write_text(text, encoding="utf-8")
+    status = main(["train", "m", "d.jsonl", "-c", "mine.yaml", *words, "--print-config"])
+    captured = capsys.readouterr()
+    assert status == ConfigError.exit_code
+    assert said in captured.err
+    assert captured.out == ""

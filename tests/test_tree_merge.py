@@ -14,7 +14,7 @@ from torch import nn
 
 from afina.errors import RunError, TechniqueError
 from afina.table import apply
-from afina.techniques.lora import LoRA
+from afina.techniques.lora import LoRA, LoRADelta
 from afina.train.fit import refuse_unfit
 from afina.tree import Delta, Edit
 from afina.tree.fold import fold
@@ -203,6 +203,32 @@ def test_kept_is_a_plain_model_that_saves_itself(name: str, lora: LoRA, tmp_path
     battery.close(battery.logits(again.eval()), unmerged, 1e-10)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert not any("lora" in key for key in file.keys())  # noqa: SIM118
+
+
+def test_products_are_exact_whatever_was_set_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, edit = moved("llama", LoRA(rank=4, target=("q_proj",)))
+    met: list[tuple[Any, Any]] = []
+    change = LoRADelta.weight_delta
+
+    def precision() -> tuple[Any, Any]:
+        return (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.mkldnn.matmul.fp32_precision,
+        )
+
+    def watched(self: LoRADelta) -> torch.Tensor:
+        met.append(precision())
+        return change(self)
+
+    monkeypatch.setattr(LoRADelta, "weight_delta", watched)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        edit.merge()
+        assert precision() == ("tf32", "bf16")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert met == [("ieee", "ieee")] * 2
 
 
 def test_training_while_merged_is_refused() -> None:

@@ -104,6 +104,30 @@ def test_another_base_shape_or_tie_is_another() -> None:
     assert len({base_fingerprint(tiny_llama(**changes)) for changes in variants}) == len(variants)
 
 
+def test_a_base_that_moved_under_another_name_is_the_same() -> None:
+    """As models of text and images were in Transformers: `language_model.model` became `model.language_model`."""
+    model = tiny_llama()
+    roof = torch.nn.Module()
+    roof.language_model = model
+    assert base_fingerprint(roof) == base_fingerprint(model)
+    without = ("lm_head.weight",)
+    assert base_fingerprint(roof, without=without) == base_fingerprint(model, without=without)
+    assert base_fingerprint(roof, without=without) != base_fingerprint(model)
+    reordered = torch.nn.Module()
+    reordered.head, reordered.rest = torch.nn.Module(), model.model
+    reordered.head.lm_head = model.lm_head
+    assert next(n for n, _ in reordered.named_parameters()) == "head.lm_head.weight"
+    assert base_fingerprint(reordered) == base_fingerprint(model)
+
+
+def test_blocks_in_another_order_are_another_base() -> None:
+    model = tiny_llama()
+    before = base_fingerprint(model)
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    assert base_fingerprint(model) != before
+
+
 def test_the_samples_fall_into_all_columns_of_a_square() -> None:
     """A stride of size / samples would look at the first column alone wherever widths are powers of two."""
     linear = torch.nn.Linear(64, 64, bias=False)

@@ -137,6 +137,15 @@ def test_a_round_trip(name: str, tmp_path: Path) -> None:
     assert (read.bos_token, read.eos_token) == (SPECIAL[0], SPECIAL[2])
 
 
+def test_a_name_that_transformers_mistakes(tmp_path: Path) -> None:
+    model = model_of("llama")
+    base = folder_of(tmp_path / "base", model)
+    export(base, tmp_path / "mistral.gguf", "F32")
+    back, _ = again(tmp_path / "mistral.gguf", tmp_path / "again")
+    assert type(back) is LlamaForCausalLM
+    assert torch.equal(logits(back), logits(model))
+
+
 @pytest.mark.parametrize("pre", list(export_tokens.PRE))
 def test_the_ways_to_split_text(pre: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(pre)

@@ -200,6 +200,30 @@ def test_patterns_are_read_under_the_names_of_the_file(tmp_path: Path) -> None:
     right(tmp_path, theirs)
 
 
+class Roof(nn.Module):
+    """A model inside another one, as language models are inside models of text and images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = build("llama")
+        self.config = self.language_model.config
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+
+def test_our_own_file_follows_a_base_that_moved(tmp_path: Path) -> None:
+    model = build("llama")
+    edit = apply(model, [LoRA(rank=2, rank_pattern={"*.0.*": 3}, modules_to_save=("lm_head",))])
+    battery.train(model, edit)
+    files.save(edit, tmp_path / "a", base="tiny")
+    roof = Roof()
+    loaded = files.load(roof, tmp_path / "a")
+    battery.close(battery.logits(roof.language_model), battery.logits(model))
+    assert "its base is this model, by fingerprint" in loaded.notes
+    assert loaded.notes[0].endswith("applied 29 of 29 tensors")
+
+
 class Towers(nn.Module):
     """Two models of one form under one roof."""
 

@@ -21,6 +21,7 @@ from afina.adapters.card import Record
 from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.peft_lora import pattern, patterns
 from afina.adapters.replace import exchange, replace_folder
+from afina.adapters.target import resolve_run
 from afina.errors import AdapterError
 from afina.table import apply
 from afina.techniques.lora import LoRA
@@ -216,6 +217,7 @@ def test_the_record(tmp_path: Path) -> None:
         "afina": afina.__version__,
         "base": {
             "name": "some/base",
+            "revision": None,
             "fingerprint": base_fingerprint(edit.model, edit),
             "trained": ["lm_head.weight"],
         },
@@ -240,6 +242,7 @@ def test_the_model_card(tmp_path: Path) -> None:
     text = (tmp_path / "a/README.md").read_text(encoding="utf-8")
     numbers = sum(p.numel() for p in edit.trainable().values())
     for line in (
+        "tags: [afina, lora]",
         "base_model: some/base",
         f"| its fingerprint | {base_fingerprint(edit.model, edit)} |",
         f"| tensors | 28 with {numbers:,} numbers |",
@@ -254,6 +257,18 @@ def test_the_model_card(tmp_path: Path) -> None:
         "model = PeftModel.from_pretrained(base, FOLDER)",
     ):
         assert line in text.splitlines(), line
+
+
+def test_the_base_s_revision_goes_with_the_adapter(tmp_path: Path) -> None:
+    folder = files.save(trained(), tmp_path / "a", base="some/base", record=Record(revision="v2"))
+    assert json.loads((folder / CONFIG).read_text(encoding="utf-8"))["revision"] == "v2"
+    assert json.loads((folder / RECORD).read_text(encoding="utf-8"))["base"]["revision"] == "v2"
+    assert resolve_run(str(folder)).revision == "v2"
+    assert PeftConfig.from_pretrained(str(folder)).revision == "v2"
+    lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+    assert "| its revision | v2 |" in lines
+    assert "model, tokenizer = afina.load('some/base', revision='v2')" in lines
+    assert "base = AutoModelForCausalLM.from_pretrained('some/base', revision='v2')" in lines
 
 
 def test_the_model_card_of_a_base_on_this_disk_names_none_of_the_hub(tmp_path: Path) -> None:

@@ -128,6 +128,17 @@ def test_whole_numbers_are_refused(folder: Path) -> None:
     assert "torch.int32" in refused(folder)
 
 
+def test_empty_tensors_are_refused_both_ways(folder: Path, tmp_path: Path) -> None:
+    """What a sharded model leaves behind when nobody gathers it."""
+    edit_tensors(folder, lambda t: t.update({f"{Q}.lora_B.weight": torch.ones(0)}))
+    assert "1 empty tensors" in refused(folder)
+    edit = trained(llama())
+    edit.deltas["model.layers.0.self_attn.q_proj.lora"].b = torch.nn.Parameter(torch.ones(0))  # type: ignore[assignment]
+    with pytest.raises(AdapterError, match="1 empty tensors"):
+        files.save(edit, tmp_path / "new", base="tiny")
+    assert not (tmp_path / "new").exists()
+
+
 def header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
     """Rewrites the header of a safetensors file, its length included."""
 

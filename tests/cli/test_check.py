@@ -109,6 +109,12 @@ def test_without_a_model_the_format_is_recognised_all_the_same(
     assert statuses(place / "out.json")["format"] == "error"
 
 
+def test_a_device_that_is_not_there_is_a_finding(place: Path) -> None:
+    assert main([*SOUND, "--set", "train.device=tpu", "--json", "out.json"]) == 2
+    found = statuses(place / "out.json")
+    assert (found["model"], found["format"], found["folder"]) == ("error", "ok", "ok")
+
+
 def test_a_technique_that_does_not_fit_is_a_finding(place: Path) -> None:
     words = ["--set", "techniques.lora.target=[q_prj]", "--json", "out.json"]
     assert main([*SOUND, *words]) == 2
@@ -240,6 +246,13 @@ def test_json_on_the_standard_output_is_alone_there(
     assert [finding["name"] for finding in document["findings"]] == list(POINTS)
     assert (document["exit_code"], document["exit_code_strict"]) == (0, 0)
     assert "stop token" in shown.err
+
+
+def test_full_fine_tuning_is_checked_too(place: Path) -> None:
+    words = [word for word in SOUND if word not in ("--rank", "4")]
+    full = ["--technique", "full", "--lr", "5e-5", "--strict", "--json", "out.json"]
+    assert main([*words, *full]) == 0
+    assert statuses(place / "out.json") == dict.fromkeys(POINTS, "ok")
 
 
 def test_an_adapter_to_start_from_is_checked_as_it_is(place: Path, tiny: Path) -> None:

@@ -124,3 +124,12 @@ def test_a_folder_of_anything_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_table_is_aligned_without_trailing_spaces() -> None:
     assert table([("a", 1), ("bcd", "")], ("name", "n")) == "name  n\na     1\nbcd"
+
+
+def test_an_adapter_that_peft_saved_under_a_name_is_found_by_the_error(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelError) as caught:
+        resolve_run(str(tmp_path))
+    assert caught.value.cure == f"name the adapter in it: {tmp_path / 'a'} or {tmp_path / 'b'}"

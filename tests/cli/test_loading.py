@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+import afina
 from afina import cli
 from afina.adapters.layout import WEIGHTS
+from afina.adapters.target import resolve_run
+from afina.config import EvalSettings, RunConfig, TrainSettings, as_given
+from afina.data.settings import DataSettings
 from afina.errors import AdapterError
+from afina.train.options import RunOptions
 from tests.tiny import byte_tokenizer, save_model, save_run, tiny_llama
 
 HERE = ["--device", "cpu", "--dtype", "fp32"]
@@ -98,3 +103,28 @@ def test_a_whole_adapter_says_so_beside_the_results(
     assert f"adapter {Path('whole', 'adapter')}: applied 28 of 28 tensors" in captured.err
     assert "its base is this model, by fingerprint" in captured.err
     assert len(captured.out.splitlines()) == 1
+
+
+def test_an_adapter_out_of_its_run_knows_the_revision_of_its_base(run: Path) -> None:
+    """`config.yaml` has it for the run; the adapter may be copied elsewhere."""
+    model, tokenizer = afina.load("base", dtype="fp32", device="cpu")
+    edit = afina.apply(model, [afina.LoRA(rank=2)])
+    config = RunConfig(
+        model="org/base",
+        source="rows.jsonl",
+        val=None,
+        revision="v2",
+        data=DataSettings(),
+        techniques=tuple(edit.techniques),
+        train=TrainSettings(steps=1),
+        eval=EvalSettings(),
+    )
+    options = RunOptions(base="org/base", config=as_given(config, ["lora"], "Python"))
+    afina.train(
+        model, tokenizer, "rows.jsonl", edit, "other", settings=config.train, options=options
+    )
+    found = resolve_run("other/adapter")
+    assert (found.base, found.revision) == ("org/base", "v2")
+    Path("other/adapter").rename("moved")
+    found = resolve_run("moved")
+    assert (found.base, found.revision) == ("org/base", "v2")

@@ -100,7 +100,7 @@ def test_full_fine_tuning_is_a_technique_like_others(place: Path) -> None:
         ([*COMMON, "--set", "train.learning_rat=1"], 2, "train.learning_rat"),
         ([*COMMON, "--set", "techniques.lora.target=[q_prj]"], 5, "q_proj"),
         ([*COMMON, "--technique", "full", "--technique", "lora"], 5, "cannot be combined"),
-        (["train", "--resume", "-o", "run"], 2, "config.yaml"),
+        (["train", "--resume", "-o", "run"], 7, "there is no run to resume"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_status_and_nothing_is_written(
@@ -142,7 +142,8 @@ def test_held_out_rows_are_accounted_for(place: Path, capsys: pytest.CaptureFixt
 def test_a_run_goes_on_with_more_steps_when_changes_are_allowed(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*COMMON, "--steps", "2"]) == 0
+    assert main([*COMMON, "--steps", "2", "--rank", "2"]) == 0
+    before = (place / "run/config.yaml").read_text().splitlines()
     capsys.readouterr()
     assert main(["train", "--resume", "-o", "run"]) == 0
     assert "this run is finished (2 steps), and nothing was changed" in capsys.readouterr().err
@@ -154,10 +155,23 @@ def test_a_run_goes_on_with_more_steps_when_changes_are_allowed(
     assert [line["step"] for line in read_metrics(place / "run")] == [1, 2, 3]
     text = (place / "run/config.yaml").read_text()
     assert text.startswith("# step 2: resumed with train.steps: 2 then, 3 now\n")
-    # The configuration is now the longer run's, with where its steps came from, and loads.
-    assert "# --steps" in text
+    # The configuration is now the longer run's; every other value is where it was, from where it was.
+    lines = text.splitlines()[1:]
+    differing = [(a, b) for a, b in zip(before, lines, strict=True) if a != b]
+    assert len(differing) == 1
+    assert differing[0][1].split() == ["steps:", "3", "#", "--steps"]
     assert main(["train", "--resume", "-o", "run"]) == 0
     assert main([*COMMON, "--steps", "2", "--allow-changes"]) == 2
+
+
+def test_a_mistyped_run_names_the_one_that_is_there(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMON[:3], "-o", "runs/calls-001", "--steps", "1"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "-o", "runs/call-001"]) == 7
+    assert "did you mean runs/calls-001?" in capsys.readouterr().err
+    assert not (place / "runs/call-001").exists()
 
 
 def test_a_damaged_checkpoint_names_the_one_before_it_and_nothing_is_touched(

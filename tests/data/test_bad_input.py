@@ -17,7 +17,9 @@ import pytest
 
 from afina.data.dataset import Prepared, prepare
 from afina.data.settings import DataSettings
-from afina.errors import DataError
+from afina.errors import DataError, ModelError
+from afina.models.prompts import encode
+from afina.models.stops import end_of_turn
 from tests.data import kit
 from tests.data.kit import marked, tokenizer_of
 
@@ -80,6 +82,10 @@ READ = {
     "gzip under another name": ("a.jsonl", gzip.compress(JSONL.encode())),
     "not gzip under its name": ("a.jsonl.gz", JSONL),
     "bars": ("a.csv", "prompt|completion\na|b\nc|d\n"),
+    "what Excel writes first": ("a.csv", "sep=^\r\nprompt^completion\r\na^b\r\nc^d\r\n"),
+    "spaces after commas": ("a.csv", 'prompt, completion\na, b\n"c", "d"\n'),
+    "spaces around names": ("a.csv", " prompt ;completion\na;b\nc;d\n"),
+    "blank lines before the header": ("a.csv", "\r\n\nprompt;completion\na;b\nc;d\n"),
     "blank lines and spaces": ("a.jsonl", "\n \t\n  " + JSONL.replace("\n", "  \n\n")),
     "one document as lines": ("a.json", JSONL),
     "parquet": ("a.parquet", parquet()),
@@ -367,6 +373,12 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
         prepared(tmp_path / "nowhere" / "calls.jsonl")
 
 
+def test_an_address_is_no_path() -> None:
+    with pytest.raises(DataError, match=r"no such file\n  got:    an address") as caught:
+        prepared("https://example.org/rows.jsonl")
+    assert "download it first" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "name", ["a" * 300 + ".jsonl", "a\0b.jsonl", "~nobody-here/a.jsonl", "", "."]
 )
@@ -473,3 +485,26 @@ def test_a_value_that_holds_itself() -> None:
     inside.append(inside)
     with pytest.raises(DataError, match="row:1: column 'x' is nested more than 64 levels deep"):
         prepared([{"text": "a", "x": inside}])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for %}", "TemplateSyntaxError"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError"),
+        ("{{ messages[7].content }}", "UndefinedError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ raise_exception('not like this') }}", "got:    not like this; roles"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    ],
+)
+def test_a_template_that_fails_is_the_templates_fault(template: str, said: str) -> None:
+    tokenizer = tokenizer_of(kit.CHATML)
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match="the chat template refuses this conversation") as caught:
+        prepare([ROWS[0]], tokenizer, DataSettings())
+    assert said in str(caught.value)
+    assert end_of_turn(tokenizer) is None
+    with pytest.raises(ModelError, match="the chat template refuses these messages"):
+        encode(tokenizer, [USER])

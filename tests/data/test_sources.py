@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afina.data.readers import read_csv, read_json, read_jsonl
+from afina.data.readers import read_json, read_jsonl
 from afina.data.settings import DataSettings
 from afina.data.sources import read
 from afina.errors import DataError
@@ -266,7 +266,7 @@ def test_a_long_csv_field_and_the_limit_is_put_back(tmp_path: Path) -> None:
 
     before = csv.field_size_limit()
     path = write(tmp_path, "a.csv", "text,n\n" + "x" * 200_000 + ",1\n")
-    assert [len(row["text"]) for _, row in read_csv(path)] == [200_000]
+    assert [len(row["text"]) for _, row in found(path)] == [200_000]
     assert csv.field_size_limit() == before
 
 

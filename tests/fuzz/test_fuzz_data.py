@@ -20,6 +20,8 @@ from afina.data.formats import REQUIRED
 from afina.data.readers import READERS
 from afina.data.settings import DataSettings
 from afina.evaluate import scores
+from afina.models.prompts import encode
+from afina.models.stops import end_of_turn
 from tests.data import kit as data
 from tests.fuzz.kit import SCALARS, VALUES, fuzz, mutated, result_or_error, texts
 
@@ -45,6 +47,8 @@ SEEDS = [
     json.dumps(ROWS[:1] * 3, indent=1).encode(),
     json.dumps({"version": 1, "data": ROWS[:2]}).encode("utf-16"),
     b'prompt,completion\na,"b ""c""\nd"\n\xc3\xa9;,2\n',
+    b"sep=^\nprompt^ completion\na^ b\n",
+    b'sep="\r\na"b\r\n1"2',
     b"text;label\na;1\nb;2\n",
     "one\r\n\r\ntwo\rthree\u2028".encode(),
     gzip.compress(json.dumps(ROWS[0]).encode()),
@@ -174,3 +178,28 @@ def test_scores_of_answers(answer: str, wanted: str, field: str) -> None:
     assert scores.json_match(answer, wanted) in (True, False, None)
     assert scores.json_field_match(answer, wanted, field) in (True, False, None)
     assert scores.json_match(wanted, wanted) in (True, None) or "NaN" in wanted
+
+
+PIECES = [
+    "{% for m in messages %}", "{% endfor %}", "{{ m['role'] }}", "{{ m.content }}", "{{ messages[0].content }}",
+    "{% if add_generation_prompt %}", "{% endif %}", "<|im_start|>", "<|im_end|>", "{{ eos_token }}", "{{ x.y }}",
+    "{% set ns = namespace(a=1) %}", "{{ tools | tojson }}", "{% if loop.last %}", "{{ m.content | trim }}", "\n",
+    "{{ 1 / 0 }}", "{{ m.content.split('a')[3] }}", "{% break %}", "{{ range(10 ** 9) }}", "{{ m.content[:2] }}",
+]  # fmt: skip
+
+
+@fuzz(150)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=9),
+    more=texts(10),
+    train_on=st.sampled_from(["all", "text"]),
+)
+def test_templates(pieces: list[str], more: str, train_on: Any) -> None:
+    made = data.tokenizer_of(data.CHATML)
+    made.chat_template = "".join(pieces) + more or "x"
+    settings = DataSettings(train_on=train_on, on_bad_row="skip")
+    accounted(
+        result_or_error(lambda: prepare([data.turns("Hi a", "Yo", "b", "c")], made, settings))
+    )
+    result_or_error(lambda: encode(made, data.turns("Hi", "Yo")["messages"]))
+    end_of_turn(made)

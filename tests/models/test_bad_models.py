@@ -253,3 +253,20 @@ def test_odd_names_are_names(name: str, whole: Path, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     model, _ = load(name, "fp32", "cpu")
     assert model.config.vocab_size == 260
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        (
+            "https://huggingface.co/owner/a-model.v1/tree/main",
+            "name it as the hub does: owner/a-model.v1",
+        ),
+        ("https://example.org/model.gguf", "download it first"),
+        ("./nowhere", "the working directory is"),
+    ],
+)
+def test_an_address_is_no_path(name: str, cure: str) -> None:
+    with pytest.raises(ModelError, match="no such file or folder") as caught:
+        load(name)
+    assert cure in str(caught.value)

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, LlamaConfig, T
 from transformers.utils import logging as transformers_logging
 
 from afina.errors import ModelError
-from afina.models import hub, remote
+from afina.models import hub, locate, remote
 from afina.models.hub import load, resolve, task_of
 from tests.tiny import byte_tokenizer, tiny_llama
 
@@ -323,7 +323,9 @@ def test_no_network_is_not_called_offline_mode(monkeypatch):
 
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path, monkeypatch):
     (tmp_path / "one.gguf").touch()
-    monkeypatch.setattr(hub, "gguf", SimpleNamespace(folder_of=lambda file: file.with_suffix("")))
+    monkeypatch.setattr(
+        locate, "gguf", SimpleNamespace(folder_of=lambda file: file.with_suffix(""))
+    )
     assert resolve(tmp_path) == tmp_path / "one"
     (tmp_path / "two.gguf").touch()
     with pytest.raises(ModelError, match=r"(?s)2 GGUF files.*name one: .*one\.gguf"):

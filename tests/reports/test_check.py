@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,20 @@ def test_the_first_step_is_the_runs(tmp_path: Path) -> None:
     assert values["gradient_norms"] == [line["gradient_norm"] for line in lines[:2]]
 
 
+def test_steps_that_move_nothing_judge_nothing(tmp_path: Path) -> None:
+    """The only row with labels comes last, and a part that nothing reaches is found all the same."""
+    case = Case(tmp_path, val=None, settings={"rows_per_step": 1, "micro_rows": 1})
+    rows = case.rows()[:6]
+    silent = [replace(row, trained=(False,) * len(row.tokens)) for row in rows]
+    order = list(itertools.islice(plan.windows_from(TrainSettings(**case.settings), rows), 6))
+    keep = order[-1][0].id
+    case.data = [rows[n] if n == keep else silent[n] for n in range(6)]
+    assert case.check()["first step"].values["losses"][0] > 0
+    case = replace(case, model=model(), edit=None)
+    case.model.model.layers[0].mlp.spare_proj = torch.nn.Linear(32, 32, bias=False)
+    assert case.check()["first step"].status == "error"
+
+
 def test_the_pace_is_that_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that ticks a second at each look: every step takes one, whatever the machine does."""
     clock = itertools.count()
@@ -231,6 +246,18 @@ def test_the_pace_is_that_of_the_last_step(tmp_path: Path, monkeypatch: pytest.M
     mean = 8 * sum(len(row.tokens) for row in case.rows()) / 40
     assert values["seconds_per_step"] == pytest.approx(mean / sum(second))
     assert values["eta_s"] == pytest.approx(50 * values["seconds_per_step"])
+
+
+def test_the_step_has_the_threads_of_the_run(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    met: set[int] = set()
+    case = Case(tmp_path, settings={"rows_per_step": 8, "threads": before + 1})
+    case.model.register_forward_pre_hook(
+        lambda module, args: met.add(torch.get_num_threads()) if module.training else None
+    )
+    assert case.check()["first step"].status == "ok"
+    assert met == {before + 1}
+    assert torch.get_num_threads() == before
 
 
 def windows(case: Case) -> Iterator[list[Row]]:
@@ -343,6 +370,19 @@ def test_the_estimate_of_a_checkpoint_is_near_the_real_one(tmp_path: Path) -> No
     real = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     # Headers and the small files beside are not counted.
     assert need["checkpoint_bytes"] < real < need["checkpoint_bytes"] + 2**16
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**given: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("afina.reports.space.tempfile.TemporaryFile", refused)
+    finding = space.output(tmp_path / "run", resume=False, overwrite=False)
+    assert finding.status == "error"
+    assert finding.seen == f"nothing can be made in {tmp_path} (Read-only file system)"
+    assert space.output(None, resume=False, overwrite=False).status == "skipped"
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_asked(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def _one_row_too_long(case: Case, patch: pytest.MonkeyPatch) -> None:
     case.data = [*case.data, {"prompt": "a" * 300, "completion": "b"}]
 
 
-@spoils("labels", "warning", "1 row train nothing")
+@spoils("labels", "warning", "1 row without a trained token: row:1")
 def _a_row_without_labels(case: Case, patch: pytest.MonkeyPatch) -> None:
     first, *rest = case.rows()
     case.data = [replace(first, trained=(False,) * len(first.tokens)), *rest]
@@ -94,7 +94,7 @@ def _a_row_longer_than_a_micro_batch(case: Case, patch: pytest.MonkeyPatch) -> N
     case.settings["micro_tokens"] = 30
 
 
-@spoils("duplicates", "warning", "1 row say what an earlier row says; first: row:41 is row:3")
+@spoils("duplicates", "warning", "1 row with the content of an earlier one; first: row:41 is row:3")
 def _a_row_twice(case: Case, patch: pytest.MonkeyPatch) -> None:
     case.data = [*case.data, case.data[2]]
 

@@ -263,8 +263,13 @@ def test_overwriting_removes_last_what_shows_that_it_is_a_run(
         with pytest.raises(Stop), folder.claimed(out, resume=False, overwrite=True):
             pass
     assert (out / "config.yaml").exists()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("x")
+    (out / "link").symlink_to(elsewhere)  # as of somebody who keeps his checkpoints on another disk
     with folder.claimed(out, resume=False, overwrite=True):
         assert [path.name for path in out.iterdir()] == [".lock"]
+    assert (elsewhere / "mine").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into read-only folders")
@@ -289,7 +294,7 @@ def test_the_manifest_names_every_file_with_its_hash(tmp_path: Path) -> None:
     (tmp_path / "more").write_text("beside")
     assert manifest.damage(tmp_path) == []
     (tmp_path / "in/b").write_bytes(b"x")
-    (tmp_path / "a").write_bytes(b"abd")
+    (tmp_path / "a").write_bytes(b"xyz")
     assert manifest.damage(tmp_path) == [
         "a does not hold what was written",
         "in/b has 1 bytes, 0 were written",

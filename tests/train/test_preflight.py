@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from afina.config import TrainSettings
 from afina.data.dataset import Prepared, prepare
@@ -48,6 +51,7 @@ def subject(rows: list[Row], tokenizer: Any, **more: Any) -> Subject:
     return Subject(rows, [], tokenizer, settings=TrainSettings(), **given)
 
 
+BYTES = byte_tokenizer()
 ASKED = [kit.turns(f"Question {n}?", f"Answer {n}.") for n in range(3)]
 
 
@@ -70,7 +74,9 @@ def test_rows_that_train_nothing_are_named() -> None:
     rows = [row(0, (1, 2, 3), "011"), *(row(n, (1, 2), "00") for n in range(1, 6))]
     finding = labels(rows, [9])
     assert finding.status == "warning"
-    assert "5 rows train nothing: a.jsonl:2, a.jsonl:3, a.jsonl:4 and 2 more" in finding.seen
+    assert (
+        "5 rows without a trained token: a.jsonl:2, a.jsonl:3, a.jsonl:4 and 2 more" in finding.seen
+    )
 
 
 def test_an_empty_answer_is_only_its_stop() -> None:
@@ -299,7 +305,7 @@ def test_duplicates_are_counted_and_the_first_is_named() -> None:
     rows = ready(*ASKED, ASKED[1], ASKED[1]).rows
     finding = duplicates(rows)
     assert finding.status == "warning"
-    assert finding.seen == "2 rows say what an earlier row says; first: row:4 is row:2"
+    assert finding.seen == "2 rows with the content of an earlier one; first: row:4 is row:2"
     assert duplicates(rows[:3]).status == "ok"
 
 
@@ -321,6 +327,38 @@ def test_shared_rows_are_a_warning_and_shared_prompts_a_note() -> None:
     )
     assert overlap(train, ready(kit.turns("new", "one")).rows).status == "ok"
     assert overlap(train, []).status == "skipped"
+
+
+@st.composite
+def any_rows(draw: st.DrawFn) -> list[Row]:
+    """Rows as a caller may make them: any tokens, labels anywhere, prompts of any length."""
+    made: list[Row] = []
+    for number in range(draw(st.integers(1, 4))):
+        tokens = draw(st.lists(st.integers(0, 259), min_size=1, max_size=12))
+        marks = draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+        prompt = draw(st.integers(0, len(tokens)))
+        meta = draw(
+            st.sampled_from([{}, {"prompt": "a"}, {"prompt": [{"role": "x", "content": ""}]}])
+        )
+        made.append(Row(tuple(tokens), tuple(marks), number, prompt_tokens=prompt, meta=meta))
+    return made
+
+
+@given(any_rows(), any_rows())
+def test_whatever_rows_are_given_every_point_is_a_finding(rows: list[Row], val: list[Row]) -> None:
+    looked = replace(subject(rows, BYTES), val_rows=val, stops=[256, 259], given=True)
+    found = preflight.cheap(looked)
+    assert [finding.name for finding in found] == [
+        "labels",
+        "stop token",
+        "template",
+        "lengths",
+        "duplicates",
+        "overlap",
+    ]
+    trains = any(any(row.trained[1:]) for row in rows)
+    assert {f.name for f in found if f.status == "error"} == (set() if trains else {"labels"})
+    assert json.loads(json.dumps([finding.values for finding in found], allow_nan=False))
 
 
 # --- what a run makes of them ------------------------------------------------------------------------------------
@@ -392,7 +430,7 @@ def test_repetitions_are_said_once(tmp_path: Path) -> None:
     assert not any("duplicates" in line for line in said)
     rows = prepare([*ROWS, ROWS[0]], byte_tokenizer(), DataSettings()).rows
     given = told(trained(tmp_path / "given", rows))
-    assert sum("warning: duplicates: 1 row say" in line for line in given) == 1
+    assert sum("warning: duplicates: 1 row with" in line for line in given) == 1
 
 
 def test_a_worthless_run_is_stopped_before_anything_is_written(tmp_path: Path) -> None:

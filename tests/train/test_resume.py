@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from afina.train import state
 from afina.train.loop import Seams
 from afina.train.metrics import read_metrics
 from afina.train.report import Silent
+from afina.train.result import Run
 from afina.train.state import BASE, Machine, State, differences, roundings
 from tests.tiny import tiny_llama
 from tests.train.kit import Stop, ragged_rows, run, same, stop_after, weights
@@ -104,7 +106,8 @@ def test_what_differs_is_said_with_its_value_then_and_now_and_nothing_is_touched
     got = str(caught.value.got)
     assert "train.lr: 0.01 then, 0.005 now" in got
     assert "techniques.lora.alpha: 32.0 then, 8.0 now" in got
-    assert "the training rows: " in got
+    assert "the training rows: 10 rows (" in got
+    assert ") then, 11 rows (" in got
     assert "--allow-changes" in str(caught.value.cure)
     assert contents(tmp_path / "run") == before
 
@@ -214,8 +217,6 @@ def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones(tmp_path: Pa
 
 
 def test_a_best_checkpoint_that_is_lost_is_told_and_the_best_is_chosen_anew(tmp_path: Path) -> None:
-    import shutil
-
     settings = {"steps": 4, "save_every": 2, "eval_every": 2, "val": ragged_rows(3, seed=3)}
     killed(tmp_path / "run", 3, **settings)
     found = state.from_file(tmp_path / "run/checkpoints/step-000002/state.json")
@@ -432,3 +433,79 @@ def test_a_run_whose_optimiser_was_forgotten_ends_elsewhere(
     monkeypatch.setattr(Optimiser, "load_state_tensors", lambda self, kept: None)
     rest = run(tmp_path / "run", steps=4, save_every=2, options={"resume": True})
     assert not same(weights(whole), weights(rest))
+
+
+def test_checkpoints_that_are_gone_are_missed_and_the_figures_are_kept(tmp_path: Path) -> None:
+    """A control to the run that begins again because it was stopped before it saved one."""
+    settings = {"steps": 6, "save_every": 2}
+    killed(tmp_path / "run", 4, **settings)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    before = contents(tmp_path / "run")
+    with pytest.raises(RunError, match="the checkpoints of this run are gone") as caught:
+        run(tmp_path / "run", options={"resume": True}, **settings)
+    assert "figures of 4 steps" in str(caught.value.got)
+    assert contents(tmp_path / "run") == before
+
+
+HOSTILE = (b"", b"\x00" * 40, b"\xff\xfe{", b"[]", b'{"step": "x"}', b"3\n4\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoints/latest", "start.json", "result.json", "metrics.jsonl"]
+    + [
+        f"checkpoints/step-000002/{file}"
+        for file in ("state.json", "manifest.json", "optimiser.safetensors", "random.safetensors")
+    ],
+)
+def test_whatever_a_file_of_the_folder_holds_the_run_goes_on_or_says_why_not(
+    tmp_path: Path, name: str
+) -> None:
+    """Never a traceback; and what cannot go on is as it was."""
+    settings = {"steps": 3, "save_every": 2}
+    killed(tmp_path / "whole", 2, **settings)
+
+    def attempt(out: Path) -> tuple[Run | None, str]:
+        try:
+            return run(out, options={"resume": True}, **settings), ""
+        except RunError as error:
+            return None, str(error)
+
+    for number, hostile in enumerate(HOSTILE):
+        out = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", out)
+        (out / name).write_bytes(hostile)
+        before = contents(out)
+        done, refusal = attempt(out)
+        if name.startswith("checkpoints/step"):
+            assert done is None
+        if done is None:
+            assert str(out) in refusal
+            assert contents(out) == before, hostile
+            continue
+        assert done.steps == 3
+        lines = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] in ([3], [1, 2, 3])
+
+
+def test_figures_that_are_missing_are_told(tmp_path: Path) -> None:
+    settings = {"steps": 4, "save_every": 2}
+    killed(tmp_path / "run", 3, **settings)
+    path = tmp_path / "run/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    heard = Listen()
+    run(tmp_path / "run", options={"resume": True, "reporter": heard}, **settings)
+    assert heard.heard("metrics.jsonl has no figures for 1 of the first 2 steps")
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings = {"steps": 4, "save_every": 2, "tensorboard": True}
+    killed(tmp_path / "run", 3, **settings)
+    run(tmp_path / "run", options={"resume": True}, **settings)
+    events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    found = [(event.step, round(event.value, 4)) for event in events.Scalars("loss")]
+    assert found == [
+        (line["step"], round(line["loss"], 4)) for line in read_metrics(tmp_path / "run")
+    ]

@@ -210,6 +210,23 @@ def test_full_fine_tuning_leaves_a_model_that_transformers_loads(tmp_path: Path)
     assert moved == {n for n in before if n.startswith("model.layers.1.")}
 
 
+def test_a_checkpoint_of_a_whole_model_draws_no_bar_through_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        run(tmp_path / "run", Full(), steps=1)
+        assert logging.is_progress_bar_enabled()
+    finally:
+        if not shown:
+            logging.disable_progress_bar()
+    said = capsys.readouterr()
+    assert "shards" not in said.out + said.err
+
+
 def test_full_fine_tuning_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = {"steps": 4, "save_every": 2}
     half = {"dtype": torch.bfloat16}
@@ -369,14 +386,19 @@ def test_a_stopped_run_is_saved_between_steps_and_goes_on(tmp_path: Path) -> Non
 
 def test_two_processes_are_kept_out_of_one_folder(tmp_path: Path) -> None:
     """What another process meets while a run goes on, also when it says overwrite or resume."""
-    from afina.train.folder import claimed
+    from afina.train.folder import claimed, refuse_busy
 
     def intrude(step: int) -> None:
         for way in ({"overwrite": True, "resume": False}, {"overwrite": False, "resume": True}):
             with pytest.raises(RunError, match="another process"), claimed(tmp_path / "run", **way):
                 pass
 
-    found = run(tmp_path / "run", steps=2, options={"seams": Seams(after_step=(intrude,))})
+    def ask(step: int) -> None:
+        with pytest.raises(RunError, match="another process"):
+            refuse_busy(tmp_path / "run")
+
+    found = run(tmp_path / "run", steps=2, options={"seams": Seams(after_step=(intrude, ask))})
+    refuse_busy(tmp_path / "run")
     assert len(read_metrics(found.folder)) == 2
     with claimed(tmp_path / "run", overwrite=False, resume=True):
         pass

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from afina.adapters.card import Record
 from afina.config import TrainSettings
 from afina.errors import RunError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
-from afina.train import space
+from afina.train import checkpoint, space
+from afina.train.checkpoint import Contents
 from afina.train.durable import in_words
+from afina.train.loop import Seams
+from afina.train.plan import optimiser_of
+from afina.train.state import State
 from tests.tiny import byte_tokenizer, tiny_llama
-from tests.train.kit import run
+from tests.train.kit import Stop, run, same, stop_after, weights
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "rmsprop", "nadam"])
@@ -29,13 +37,6 @@ def test_the_estimate_is_near_the_real_size(
     tmp_path: Path, technique: Any, dtype: torch.dtype, optimizer: str
 ) -> None:
     """Within 5 % and what the small text files take, of a model large enough for headers not to count."""
-    from afina.adapters.card import Record
-    from afina.train import checkpoint
-    from afina.train.checkpoint import Contents
-    from afina.train.loop import Seams
-    from afina.train.plan import optimiser_of
-    from afina.train.state import State
-
     model = tiny_llama(hidden_size=128, intermediate_size=256, dtype=dtype)
     edit = apply(model, [technique], seed=1)
     settings = TrainSettings(optimizer=optimizer)
@@ -93,3 +94,75 @@ def test_bytes_are_said_as_people_say_them() -> None:
         "5.0 MiB",
         "3,072.0 GiB",
     ]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real disk of 2 MiB, in memory."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    try:
+        mounted = subprocess.run(words, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("needs the right to mount a small disk; the same with simulated ones runs")
+    try:
+        yield place
+    finally:
+        # Lazily: tensors that were read from its files may still be mapped.
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_disk_that_others_fill_while_the_run_goes_on_costs_only_steps(small_disk: Path) -> None:
+    """Filled to the last byte after the third step; the checkpoint before it is whole, and the run goes on later."""
+    filler = small_disk / "filler"
+
+    def fill(step: int) -> None:
+        if step != 2:
+            return
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            for size in (1 << 16, 1 << 10, 1):
+                with suppress(OSError):
+                    while True:
+                        file.write(b"x" * size)
+
+    settings = {"steps": 6, "save_every": 2}
+    whole = weights(run(small_disk / "whole", **settings))
+    shutil.rmtree(small_disk / "whole")
+    out = small_disk / "run"
+    with pytest.raises(RunError, match="could not be written: there is no room") as caught:
+        run(out, options={"seams": Seams(after_step=(fill,))}, **settings)
+    assert "0 bytes free" in str(caught.value.got)
+    assert f"afina train --resume -o {out}" in str(caught.value.cure)
+    assert checkpoint.latest(out) == out / "checkpoints/step-000002"
+    filler.unlink()
+    assert same(weights(run(out, options={"resume": True}, **settings)), whole)
+
+
+def test_a_disk_that_is_too_small_is_refused_first(small_disk: Path) -> None:
+    with pytest.raises(RunError, match="too little room"):
+        run(small_disk / "run", LoRA(rank=16), steps=40, save_every=1, keep_last=None)
+    assert not (small_disk / "run").exists()
+
+
+def test_a_disk_that_is_read_only_is_refused_first(small_disk: Path) -> None:
+    """Also for root, whom permissions do not keep out; and when there is a run to go on with."""
+
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
+
+    out = small_disk / "run"
+    settings = {"steps": 4, "save_every": 2}
+    with pytest.raises(Stop):
+        run(out, options={"seams": stop_after(3)}, **settings)
+    remount("ro")
+    try:
+        with pytest.raises(RunError, match="may not be written"):
+            run(small_disk / "other", steps=1)
+        with pytest.raises(RunError, match="may not be written"):
+            run(out, options={"resume": True}, **settings)
+    finally:
+        remount("rw")
+    assert run(out, options={"resume": True}, **settings).steps == 4

@@ -1,7 +1,7 @@
 """Where an adapter comes from: `afina.json` for programs, and the model card for people.
 
     {"format": 1, "afina": "0.1.0",
-     "base": {"name": …, "fingerprint": …, "trained": [tensors of the base that the adapter brings]},
+     "base": {"name": …, "revision": …, "fingerprint": …, "trained": [tensors of the base that the adapter brings]},
      "techniques": [{"lora": {…}}], "data": {…}, "settings": {…}, "scores": {…}}
 
 Nothing in either depends on the time, the machine or the folder: equal adapters have equal files.
@@ -38,11 +38,13 @@ class Record:
         data: such as fingerprint, rows and source of the training rows.
         settings: of the training.
         scores: on validation rows, by name.
+        revision: of the base model, where it is one on the hub.
     """
 
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
             "afina": version("afina"),
             "base": {
                 "name": base,
+                "revision": record.revision,
                 "fingerprint": base_fingerprint(edit.model, edit),
                 "trained": sorted(edit.in_place),
             },
@@ -115,13 +118,15 @@ def card(found: Mapping[str, Any], tensors: Mapping[str, Tensor], *, chats: bool
         tensors: of the adapter.
         chats: whether a tokenizer with a chat template is beside it.
     """
-    base = found["base"]["name"]
+    base, revision = found["base"]["name"], found["base"]["revision"]
     numbers = sum(t.numel() for t in tensors.values())
-    head = ["---", "library_name: peft", "tags: [afina, lora]"]
+    tags = ", ".join(key for technique in found["techniques"] for key in technique)
+    head = ["---", "library_name: peft", f"tags: [afina, {tags}]"]
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base):  # the Hub takes no local paths here
         head.append(f"base_model: {base}")
     facts = {
         "base model": base,
+        **({"its revision": revision} if revision else {}),
         "its fingerprint": found["base"]["fingerprint"],
         "tensors": f"{len(tensors)} with {numbers:,} numbers",
         "made by": f"afina {found['afina']}",
@@ -135,14 +140,15 @@ def card(found: Mapping[str, Any], tensors: Mapping[str, Tensor], *, chats: bool
     lines = [*head, "---", "", f"# An adapter for {base}", "", *_table(facts), ""]
     for title, rows in tables:
         lines += [f"## {title}", "", *(_table(rows) if rows else ["Not recorded."]), ""]
-    return "\n".join([*lines, *_usage(base, chats)]) + "\n"
+    return "\n".join([*lines, *_usage(base, revision, chats)]) + "\n"
 
 
-def _usage(base: str, chats: bool) -> list[str]:
+def _usage(base: str, revision: str | None, chats: bool) -> list[str]:
     beside = ", and the tokenizer" if chats else ""
     # Transformers knows no demo model by its name, but it knows a folder.
     demo = base in DEMOS
-    theirs = "BASE" if demo else repr(base)
+    exact = f", revision={revision!r}" if revision else ""
+    theirs = "BASE" if demo else repr(base) + exact
     about = f" `BASE` is the folder that `afina models get {base}` prints." if demo else ""
     return [
         "## Use",
@@ -156,7 +162,7 @@ def _usage(base: str, chats: bool) -> list[str]:
         "```python",
         "import afina",
         "",
-        f"model, tokenizer = afina.load({base!r})",
+        f"model, tokenizer = afina.load({base!r}{exact})",
         "edit = afina.load_adapter(model, FOLDER)  # an error when anything does not fit",
         "```",
         "",

@@ -54,8 +54,7 @@ def part_problems(placed: Placed) -> list[Problem]:
     problems += [
         (name, f"{CONFIG} names it, and {LACKS}")
         for name in absent
-        if not f"{name}.".startswith(inside)
-        and (placed.sites[name].block is None or name.startswith(placed.stacks))
+        if not f"{name}.".startswith((*inside, *placed.others))
     ]
     return problems
 

@@ -71,6 +71,8 @@ def export(folder: Path, file: Path, dtype: str) -> None:
     arch = _arch_of(skeleton.config)
     tensors = list(_tensors(skeleton, arch, folder, dtype))
     with closing(gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])) as writer:
+        # Not the stem alone: Transformers takes a file named "mistral" for another architecture.
+        writer.add_name(f"{file.stem} (afina)")
         _write_settings(writer, skeleton.config, dtype)
         write_tokenizer(writer, hub.load_tokenizer(folder), skeleton.config.vocab_size)
         for one in tensors:
@@ -115,7 +117,6 @@ def _arch_of(config: Any) -> gguf.MODEL_ARCH:
 def _write_settings(writer: gguf.GGUFWriter, config: Any, dtype: str) -> None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer.add_name(Path(str(config.name_or_path or "afina")).name)
     writer.add_file_type(FORMATS[dtype][1])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -17,19 +17,10 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from afina import seams
 from afina.adapters.card import Record, card, dumps, record_of
-from afina.adapters.fitting import KINDS, SHOWN, Fitted, fit
-from afina.adapters.kinds import Kind
-from afina.adapters.layout import (
-    CARD,
-    CONFIG,
-    PREFIX,
-    RECORD,
-    WEIGHTS,
-    read_tensors,
-    refuse_unusable,
-)
+from afina.adapters.contents import peft_config, peft_tensors
+from afina.adapters.fitting import SHOWN, Fitted, fit
+from afina.adapters.layout import CARD, CONFIG, RECORD, WEIGHTS, read_tensors, refuse_unusable
 from afina.adapters.replace import replace_folder
 from afina.errors import AdapterError, AfinaError
 from afina.table import apply
@@ -71,11 +62,12 @@ def save(
             cure="name another folder",
         )
     _refuse_state(edit)
+    record = record or Record()
     with edit.unfolded():
-        config = peft_config(edit, base)
+        config = peft_config(edit, base, record.revision)
         # Clones, for a tied tensor stands under two keys and the file must hold it twice.
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
-        known = record_of(edit, base, record or Record())
+        known = record_of(edit, base, record)
     refuse_unusable(tensors, "not saved")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -224,65 +216,3 @@ def restore(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for key, target in mine.items():
             target.copy_(tensors[key])
-
-
-def peft_tensors(edit: Edit) -> dict[str, Tensor]:
-    """The edit's tensors under PEFT's keys; writing into them writes into the model.
-
-    Raises:
-        AdapterError: when the edit is not one technique that PEFT's layout can hold.
-    """
-    kind = _kind(edit)
-    found: dict[str, Tensor] = {}
-    for name, delta in edit.deltas.items():
-        module = PREFIX + name.removesuffix(f".{kind.technique.key}")
-        found |= {f"{module}.{part}": tensor for part, tensor in kind.tensors(delta).items()}
-    trained = {id(p) for p in edit.in_place.values()}
-    # A tied tensor has two names, and PEFT, which copies whole modules, must find it under both.
-    for name, parameter in edit.model.named_parameters(remove_duplicate=False):
-        if id(parameter) in trained:
-            found[PREFIX + name] = parameter
-    return found
-
-
-def peft_config(edit: Edit, base: str) -> dict[str, Any]:
-    """The contents of `adapter_config.json`.
-
-    Raises:
-        AdapterError: when the edit is not one technique that PEFT's layout can hold.
-    """
-    kind = _kind(edit)
-    trained = {id(p) for p in edit.in_place.values()}
-    every = edit.model.named_parameters(remove_duplicate=False)
-    whole = sorted({name.rsplit(".", 1)[0] for name, p in every if id(p) in trained})
-    return {
-        "peft_type": kind.peft_type,
-        "task_type": _task(edit.model, whole),
-        "base_model_name_or_path": base,
-        "modules_to_save": whole or None,
-        "inference_mode": True,
-        **kind.config(edit),
-    }
-
-
-def _kind(edit: Edit) -> Kind:
-    kinds = {kind.technique.key: kind for kind in KINDS.values()}
-    keys = [technique.key for technique in edit.techniques]
-    if len(keys) != 1 or keys[0] not in kinds:
-        raise AdapterError(
-            "the layout of PEFT does not hold this",
-            got=", ".join(keys) or "no technique",
-            wanted="one of " + ", ".join(kinds),
-            cure="save a fully trained model with model.save_pretrained",
-        )
-    return kinds[keys[0]]
-
-
-def _task(model: nn.Module, whole: list[str]) -> str | None:
-    """PEFT's name of the task. For classifiers PEFT expects the head in the file, so they have none without it."""
-    name = type(model).__name__
-    if "CausalLM" in name or "LMHeadModel" in name:
-        return "CAUSAL_LM"
-    if "Classification" in name and seams.head(model).name in whole:
-        return "SEQ_CLS" if "Sequence" in name else "TOKEN_CLS"
-    return None

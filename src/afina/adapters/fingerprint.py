@@ -1,6 +1,6 @@
 """Which base model a run or an adapter belongs to: a short text that tells one base from another in no time.
 
-It is a hash of the names, shapes and some values of the base's tensors, in two parts:
+It is a hash of the names (without their beginnings), shapes and some values of the base's tensors, in two parts:
 
 | part | what of each value | the same for |
 |---|---|---|
@@ -60,20 +60,45 @@ def _fingerprint(
     model: nn.Module, edit: Edit | None, without: Iterable[str], read: Read | None
 ) -> str:
     named = dict(model.named_parameters(remove_duplicate=False))
-    left_out = {id(named[name]) for name in without if name in named}
+    left_out = {id(p) for name in without for p in _named(named, name)}
     if edit is not None:
         left_out |= {id(p) for p in edit.in_place.values()}
-    values, signs, half = hashlib.sha256(), hashlib.sha256(), False
-    for name, parameter in sorted(_base(model).items()):
+    values: list[bytes] = []
+    signs: list[bytes] = []
+    half = False
+    for name, parameter in _base(model).items():
         if id(parameter) in left_out:
             continue
         sample = _sample(parameter.detach() if read is None else read(name))
         half |= sample.dtype == torch.float16
-        head = f"{name}{tuple(parameter.shape)}".encode()
-        values.update(head + _as_bf16(sample))
-        signs.update(head + torch.signbit(sample.double()).numpy().tobytes())
+        head = f"{_lasting(name)}{tuple(parameter.shape)}".encode()
+        values.append(hashlib.sha256(head + _as_bf16(sample)).digest())
+        negative = torch.signbit(sample.double()).numpy().tobytes()
+        signs.append(hashlib.sha256(head + negative).digest())
     kind = "fp16" if half else "bf16"
-    return f"{kind}:{values.hexdigest()[:16]}+signs:{signs.hexdigest()[:16]}"
+    return f"{kind}:{_together(values)}+signs:{_together(signs)}"
+
+
+def _named(named: dict[str, nn.Parameter], name: str) -> list[nn.Parameter]:
+    """The tensor of that name, or where there is none those that differ from it in the beginning alone."""
+    if name in named:
+        return [named[name]]
+    return [p for other, p in named.items() if _lasting(other) == _lasting(name)]
+
+
+def _together(digests: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()[:16]
+
+
+def _lasting(name: str) -> str:
+    """The part of a name that Transformers does not change: from the block's number on, or the last two words.
+
+    What stands before has changed (`language_model.model.layers` became `model.language_model.layers`), and so has the
+    order of tensors; the base is the same.
+    """
+    pieces = name.split(".")
+    number = next((i for i, piece in enumerate(pieces) if piece.isdigit()), len(pieces) - 2)
+    return ".".join(pieces[max(0, number) :])
 
 
 def same_base(one: str, other: str) -> bool:

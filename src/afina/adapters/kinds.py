@@ -1,7 +1,7 @@
 """What a technique must say to have its adapters in PEFT's layout; `fitting` and `files` do the rest.
 
 A technique's `Kind` is a table of plain values and functions. To add one: write it beside `peft_lora.LORA` and put it
-into `files.KINDS`.
+into `fitting.KINDS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from afina.errors import AdapterError, nearest
-from afina.seams import MapSite
 from afina.tree import Delta, Edit, Technique
 
 Config = Mapping[str, Any]
@@ -54,13 +53,14 @@ class Kind:
         allowed: what its configuration may hold.
         ending: the end of a key that belongs to a place; group `part` is the ending without an adapter's name, group
             `adapter` that name, if there is one.
+        part: the canonical ending that a match of `ending` stands for.
         tensors: the tensors of a delta by the ending of their keys; writing into them writes into the model.
         config: the technique's own lines of `adapter_config.json`.
-        named: the places that a configuration names, among the sites of a model, as (site, name in the file) pairs;
-            None when it does not say.
-        misfit: what is wrong with the tensors for one site, as (ending, why) pairs; None when nothing is.
-        technique_of: the technique that makes exactly the places of a file, given the configuration, the tensors of
-            each place, names in the file by place, the model's maps, and the modules that are saved whole.
+        sites: the places of a model where it can act, by name, each with whatever `misfit` must know of it.
+        named: the names of the sites that a configuration names, given how it calls each module of the model; None when
+            it does not say.
+        misfit: what is wrong with the tensors for one site, by ending; empty when nothing is.
+        technique_of: the technique that makes exactly the places of a file.
     """
 
     technique: type[Technique]
@@ -70,8 +70,9 @@ class Kind:
     part: Callable[[re.Match[str]], str]
     tensors: Callable[[Delta], dict[str, Tensor]]
     config: Callable[[Edit], dict[str, Any]]
+    sites: Callable[[nn.Module], Mapping[str, Any]]
     named: Callable[[nn.Module, Config, Mapping[str, str]], set[str] | None]
-    misfit: Callable[[MapSite, Parts], dict[str, str]]
+    misfit: Callable[[Any, Parts], dict[str, str]]
     technique_of: Callable[[nn.Module, Config, Places], Technique]
 
 

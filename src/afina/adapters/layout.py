@@ -108,7 +108,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def refuse_unusable(tensors: dict[str, Tensor], where: object) -> None:
-    """Raises when a tensor holds other things than finite floating-point numbers.
+    """Raises when a tensor holds nothing, or other things than finite floating-point numbers.
 
     Raises:
         AdapterError: naming them.
@@ -119,6 +119,13 @@ def refuse_unusable(tensors: dict[str, Tensor], where: object) -> None:
             f"the adapter holds {len(whole)} tensors that are no floating-point numbers",
             got=f"{where}: {', '.join(sorted(whole)[:4])}",
             cure="save the adapter unquantised",
+        )
+    empty = sorted(k for k, t in tensors.items() if t.numel() == 0)
+    if empty:
+        raise AdapterError(
+            f"the adapter holds {len(empty)} empty tensors",
+            got=f"{where}: {', '.join(empty[:4])}",
+            cure="save it with its values gathered from all processes",
         )
     broken = sorted(k for k, t in tensors.items() if not t.float().isfinite().all())
     if broken:

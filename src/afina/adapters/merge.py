@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from afina.adapters.merge_shards import DTYPES
 from afina.adapters.target import Target, resolve_run
 from afina.errors import AdapterError, ConfigError, ModelError
 from afina.models import hub
+from afina.models.demo import DEMOS
 from afina.models.precision import parse_dtype
 from afina.models.prompts import Prompt
 from afina.places import exists, local
@@ -91,7 +92,7 @@ def merge_unchecked(
     offline: bool | None = None,
 ) -> Merged:
     """As `merge`, and the outcome of the check is only in the result and in the files."""
-    settings, out = of_kind(MergeSettings, settings), Path(out).expanduser()
+    settings, out = of_kind(MergeSettings, settings), local(out)
     target = resolve_run(str(source))
     to_file = out.suffix.lower() == ".gguf"
     _refuse_whole(target, to_file=to_file)
@@ -99,7 +100,7 @@ def merge_unchecked(
     wanted = _format(settings.dtype, to_file=to_file)
     folder = _base(target, base, token=token, offline=offline)
     job = Job(target, folder, settings, wanted, prompts)
-    job.refuse_unusable()
+    job.refuse_unusable(to_file=to_file)
     with _beside(out) as place:
         return job.to_gguf(place, out) if to_file else job.to_folder(place, out)
 
@@ -137,8 +138,11 @@ def _refuse_whole(target: Target, *, to_file: bool) -> None:
             got=target.base,
             cure=f"use {target.base} as it is, or copy it",
         )
+    whole = exists(local(target.base) / "config.json") or target.base in DEMOS
     raise AdapterError(
-        "there is nothing to merge: this is a model, without an adapter",
+        "there is nothing to merge: this is a model, without an adapter"
+        if whole
+        else "there is no run, checkpoint or adapter of this name",
         got=target.base,
         wanted="a run, a checkpoint or an adapter",
     )
@@ -173,6 +177,7 @@ def _beside(out: Path) -> Iterator[Path]:
     Raises:
         ConfigError: none can be made there.
     """
+    made = [folder for folder in out.absolute().parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix=f".{out.name[:50]}.", suffix=".tmp", dir=out.parent))
@@ -188,3 +193,6 @@ def _beside(out: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        for folder in made if not out.exists() else ():  # nothing came of it: no trace is left
+            with suppress(OSError):
+                folder.rmdir()

@@ -101,12 +101,15 @@ class Job:
         own = self.target.adapter
         return own if own is not None and (own / "tokenizer_config.json").is_file() else self.base
 
-    def refuse_unusable(self) -> None:
+    def refuse_unusable(self, *, to_file: bool) -> None:
         """Raises for what would be found wrong only after the model was written.
 
         Raises:
-            AfinaError: prompts, device or format of the comparison cannot be used.
+            AfinaError: prompts, device or format of the comparison cannot be used; or, where the output is a GGUF
+                file, the model is not covered.
         """
+        if to_file:
+            export_gguf.refuse_uncovered(self.base, self.tokenizer)
         parse_device(self.settings.device)
         if self.settings.compute_dtype is not None:
             parse_dtype(self.settings.compute_dtype)
@@ -133,7 +136,6 @@ class Job:
         """Merges in fp32, so that the file's format is the only rounding, and writes that as GGUF."""
         model, written = self.base, None
         dtype = self.dtype or _commonest(self.base)
-        export_gguf.refuse_uncovered(self.base, self.tokenizer)
         if self.target.adapter is not None:
             model = place / "model"
             written = self._write(model, torch.float32)

@@ -80,7 +80,8 @@ class Stored:
         if self.start % dtype.itemsize or self.end == self.start:
             return self.read()  # a map begins at a whole number of values
         file = torch.UntypedStorage.from_file(str(self.file), False, self.file.stat().st_size)
-        return torch.empty(0, dtype=dtype).set_(file, self.start // dtype.itemsize, self.shape)
+        whole: Any = torch.empty(0, dtype=dtype)
+        return whole.set_(file, self.start // dtype.itemsize, self.shape)
 
     def refuse_unknown(self) -> None:
         """Raises for a format that cannot be computed with.

@@ -84,6 +84,10 @@ def _part(match: re.Match[str]) -> str:
     return name if "embedding" in name else f"{name}.weight"
 
 
+def _sites(model: nn.Module) -> dict[str, seams.MapSite]:
+    return {site.name: site for site in seams.map_sites(model)}
+
+
 def _named(model: nn.Module, config: Config, seen: Mapping[str, str]) -> set[str] | None:
     """The sites that PEFT would adapt; see `Kind.named`."""
     patterns = config.get("target_modules")
@@ -271,6 +275,7 @@ LORA = Kind(
     part=_part,
     tensors=_tensors,
     config=_config,
+    sites=_sites,
     named=_named,
     misfit=_misfit,
     technique_of=_technique_of,

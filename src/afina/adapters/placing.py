@@ -23,13 +23,13 @@ class Placed:
         model: not changed.
         config: `adapter_config.json`.
         kind: of the technique.
-        sites: the model's maps by name.
+        sites: where the technique can act, by name; see `Kind`.
         own: the model's parameters by name, tied ones under each of theirs.
         parts: what the technique added: place -> ending of the key -> tensor.
         whole: tensors of the base that were trained, by the model's names.
         copies: tensors of the base that were not.
         seen: how the configuration calls each module of the model.
-        stacks: beginnings of the names of the blocks that the file is about; the model may have others beside them.
+        others: beginnings of names of blocks that the file is not about: the model may have stacks beside its own.
         notes: what was renamed.
         read: the values of the model's tensors; None takes them from the model.
     """
@@ -37,13 +37,13 @@ class Placed:
     model: nn.Module
     config: Mapping[str, Any]
     kind: Kind
-    sites: Mapping[str, seams.MapSite]
+    sites: Mapping[str, Any]
     own: Mapping[str, nn.Parameter]
     parts: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     copies: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     seen: dict[str, str] = field(default_factory=dict[str, str])
-    stacks: tuple[str, ...] = ("",)
+    others: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list[str])
     read: Read | None = None
 
@@ -73,10 +73,8 @@ def place(
     Raises:
         AdapterError: when two tensors have one place, or the names fit in several ways.
     """
-    sites = {site.name: site for site in seams.map_sites(model)}
-    placed = Placed(
-        model, config, kind, sites, dict(model.named_parameters(remove_duplicate=False))
-    )
+    own = dict(model.named_parameters(remove_duplicate=False))
+    placed = Placed(model, config, kind, kind.sites(model), own)
     by_module: dict[str, list[Entry]] = {}
     for entry in found:
         by_module.setdefault(entry.module, []).append(entry)
@@ -93,7 +91,7 @@ def place(
             raise AdapterError("two tensors of the file have one place", got=entry.key)
         group[key] = entry.tensor
     placed.seen.update(seen_as([*modules, *where.values()], moves))
-    placed.stacks = _stacks(sites, moves) or ("",)
+    placed.others = _others(model, moves)
     placed.notes += [
         f"{len(names)} modules: {move[0] + '…'!r} in the file is {move[1] + '…'!r} in this model"
         for move, names in moves.items()
@@ -102,9 +100,10 @@ def place(
     return placed
 
 
-def _stacks(
-    sites: Mapping[str, seams.MapSite], moves: Mapping[Move, Iterable[str]]
-) -> tuple[str, ...]:
-    """What the names of blocks begin with, after the moves that brought any into blocks."""
-    inside = {name for name, site in sites.items() if site.block is not None}
-    return tuple(new for (_, new), names in moves.items() if inside & set(names))
+def _others(model: nn.Module, moves: Mapping[Move, Iterable[str]]) -> tuple[str, ...]:
+    """The blocks that no move reaches which brought anything into blocks; none when nothing came into blocks."""
+    blocks = tuple(f"{block.name}." for block in seams.blocks(model))
+    reached = tuple(
+        new for (_, new), names in moves.items() if any(n.startswith(blocks) for n in names)
+    )
+    return tuple(name for name in blocks if reached and not name.startswith(reached))

@@ -48,8 +48,15 @@ def resolve_run(name: str) -> Target:
             "the folder is neither a run, nor an adapter, nor a model",
             got=name,
             wanted="config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
+            cure=_inside(folder),
         )
     return Target(str(folder))
+
+
+def _inside(folder: Path) -> str | None:
+    """Where an adapter lies that PEFT saved under another name than "default"; None where there is none."""
+    named = sorted(path.parent for path in folder.glob("*/adapter_config.json"))
+    return f"name the adapter in it: {' or '.join(map(str, named))}" if named else None
 
 
 def _of_run(folder: Path) -> Target:

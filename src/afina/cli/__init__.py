@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
 
 EXAMPLES = (
     "afina models get smollm2-135m",
+    "afina check smollm2-135m calls.jsonl --show 3",
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
     "afina eval runs/calls-001 test.jsonl",
     "afina chat runs/calls-001",

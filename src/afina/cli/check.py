@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli import train as train_verb
+from afina.cli.starting import start_from
 from afina.errors import AfinaError, ConfigError
+from afina.places import exists, local
 
 EXAMPLES = (
     "afina check smollm2-135m calls.jsonl",
@@ -97,10 +99,10 @@ def _as_config(name: str | None) -> Path | None:
     """The file that a name in the place of MODEL means, if it is a configuration or a run's folder."""
     if name is None:
         return None
-    path = Path(name).expanduser()
+    path = local(name)
     if path.suffix in (".yaml", ".yml"):
         return path
-    return path / "config.yaml" if (path / "config.yaml").is_file() else None
+    return path / "config.yaml" if exists(path / "config.yaml") else None
 
 
 def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
@@ -120,9 +122,13 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
         overwrite=given["overwrite"],
     )
     case = Case(None, None, None, settings.train, options, given["out"], quick, disposable=True)
-    note(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
     # An adapter to start from needs the weights that it was trained on.
     ways = [outline] if quick and given["init_from"] is None else [load, outline]
+    try:
+        note(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
+    except AfinaError as error:  # a device that is not there
+        case.failed["model"] = error
+        ways = []
     for way in ways:
         try:
             case.model, case.tokenizer = way(
@@ -150,7 +156,7 @@ def _applied(model: Any, resolved: Any, given: Mapping[str, Any]) -> Any:
 
     source, partial = given["init_from"], given["allow_partial"]
     if source is not None:
-        return train_verb.start_from(model, resolved, source, allow_partial=partial)[0]
+        return start_from(model, resolved, source, allow_partial=partial)[0]
     settings = resolved.config
     return apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
 

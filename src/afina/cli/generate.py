@@ -92,6 +92,7 @@ def command(
     asked = read_prompts(prompts, columns_of(run_settings(resolve_run(name))))
     loaded = load_source(Source(name, dtype, device, revision, token, offline, allow_partial))
     ids = _encoded(loaded, asked, settings, plain=is_plain(loaded, plain))
+    settings = settings.model_copy(update={"system": None})  # it is in the prompts now
     journal = None
     if out != "-" and not is_device(Path(out)):
         journal = Journal(out, _key(loaded, settings, ids), force=force)

@@ -13,6 +13,7 @@ import typer
 from afina.cli.common import Target, located, resolve_run
 from afina.cli.output import note
 from afina.errors import ConfigError, ModelError
+from afina.places import exists, local
 
 Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, an adapter, or a model")]
 Dtype = Annotated[str | None, typer.Option(help="fp32, bf16, fp16; default: by device")]
@@ -146,7 +147,7 @@ def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
     try:
         return source.load(target.base, target.revision)
     except ModelError as error:
-        known = target.base in DEMOS or Path(target.base).expanduser().exists()
+        known = target.base in DEMOS or exists(local(target.base))
         if target.adapter is None or known:
             raise
         named = (

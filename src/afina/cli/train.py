@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from afina.cli.starting import is_finished, refuse_no_run, start_from
+
 EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
     "afina train smollm2-135m calls.jsonl -o runs/calls-002 --val held_out.jsonl --steps 200 --rank 8",
@@ -99,10 +101,15 @@ def command(
     if out is None and not print_config:
         raise ConfigError("there is no folder for the run", cure="name one: -o runs/my-run")
     refuse_contradictions(given)
+    flags = flags_of(given)
     resume = resume or resume_from is not None
     if resume and out is not None:
+        refuse_no_run(out)
+        asked = (config, resume_from, sets, allow_changes, print_config, *flags.values())
+        if not any(asked) and is_finished(out):
+            return
         config = config or out / "config.yaml"
-    resolved = resolve(config, flags_of(given), sets or [])
+    resolved = resolve(config, flags, sets or [])
     if print_config or out is None:
         sys.stdout.write(dump(resolved))
         return
@@ -181,6 +188,7 @@ def _run(
     settings = resolved.config
     check(settings.techniques)
     folder.refuse_used(out, **way)
+    folder.refuse_busy(out)
     say = reporter()
     say.say(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
     model, tokenizer = load(
@@ -232,53 +240,6 @@ def _with_absolute_paths(resolved: Any) -> Any:
     named = {"model": config.model, "source": config.source, "val": config.val}
     changed = {field: absolute(name) for field, name in named.items()}
     return replace(resolved, config=replace(config, **changed))
-
-
-def start_from(
-    model: Any, resolved: Any, source: Path, *, allow_partial: bool = False
-) -> tuple[Any, Any]:
-    """The edit that an adapter's folder describes, with its weights, and the settings that say so.
-
-    Raises:
-        AdapterError: it does not fit the model.
-        ConfigError: for technique settings of one's own: the adapter's decide.
-    """
-    from dataclasses import replace
-
-    from afina.adapters import files
-    from afina.errors import ConfigError
-    from afina.table import apply
-
-    free = ("dropout", "loraplus_ratio")
-    own = [
-        path
-        for path, origin in resolved.origins.items()
-        if path.startswith("techniques.lora.")
-        and origin != "default"
-        and path.rpartition(".")[2] not in free
-    ]
-    if own or resolved.keys != ("lora",):
-        raise ConfigError(
-            "--init-from takes the technique and its settings from the adapter",
-            got=", ".join(own or resolved.keys),
-            cure=f"leave these out; only {' and '.join(free)} may differ",
-        )
-    folder = source / "adapter" if (source / "adapter").is_dir() else source
-    fitted = files.fit(model, folder, allow_partial=allow_partial)
-    given = resolved.config.techniques[0]
-    lora = fitted.technique.model_copy(update={name: getattr(given, name) for name in free})
-    edit = apply(model, [lora], seed=resolved.config.train.seed, undoable=False)
-    files.restore(edit, fitted.tensors)
-    edit.notes.extend(fitted.notes)
-    origin = f"--init-from {folder}"
-    origins = {
-        path: origin
-        if path.startswith("techniques.lora") and path.rpartition(".")[2] not in free
-        else before
-        for path, before in resolved.origins.items()
-    }
-    config = replace(resolved.config, techniques=(lora,))
-    return edit, replace(resolved, config=config, origins=origins)
 
 
 def _scorer(settings: Any, tokenizer: Any) -> Any:

@@ -6,6 +6,7 @@ Nothing is dropped in silence: `data.on_bad_row=error` stops with the first of e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,16 +25,28 @@ Made = TypeVar("Made")
 
 @dataclass
 class BadRows:
-    """The rows of one source that cannot be used, as (place, what is wrong), in the order they were found."""
+    """The rows of one source that cannot be used, in the order they were found.
 
-    found: list[tuple[str, DataError]] = field(default_factory=list)
+    Attributes:
+        found: the place of each row, and its kind of fault.
+        first: the fault of the first row of each kind; the others say the same, and a file may have millions.
+        shown: the faults of the first rows.
+    """
+
+    found: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    first: dict[str, DataError] = field(default_factory=dict[str, DataError])
+    shown: list[DataError] = field(default_factory=list[DataError])
 
     def __len__(self) -> int:
         return len(self.found)
 
     def add(self, place: str, error: DataError) -> None:
         """Keeps one row's fault; `place` is its "file:line"."""
-        self.found.append((place, error))
+        kind = error.what.removeprefix(f"{place}: ")
+        self.first.setdefault(kind, error)
+        self.found.append((place, sys.intern(kind)))
+        if len(self.shown) < SHOWN:
+            self.shown.append(error)
 
     def good(
         self, items: Iterable[T], make: Callable[[T], Made], place: Callable[[T], str]
@@ -59,7 +72,7 @@ class BadRows:
             DataError: the one fault; or the first of each kind, with how many rows have it.
         """
         if len(self.found) == 1:
-            error = self.found[0][1]
+            error = self.shown[0]
             cure = "; or ".join(way for way in (error.cure, offer) if way) or None
             raise DataError(error.what, got=error.got, wanted=error.wanted, cure=cure)
         if self.found:
@@ -70,22 +83,22 @@ class BadRows:
 
     def _kinds(self) -> str:
         """The first row of each kind of fault, and where the others are."""
-        kinds: dict[str, list[tuple[str, DataError]]] = {}
-        for place, error in self.found:
-            kinds.setdefault(error.what.removeprefix(f"{place}: "), []).append((place, error))
-        shown = list(kinds.values())[:SHOWN]
+        places: dict[str, list[str]] = {}
+        for place, kind in self.found:
+            places.setdefault(kind, []).append(place)
+        shown = list(places.items())[:SHOWN]
         parts = []
-        for (_, first), *others in shown:
-            also = f"\n(also {_places([place for place, _ in others])})" if others else ""
-            parts.append("  - " + f"{first}{also}".replace("\n", "\n    "))
-        left = sum(map(len, kinds.values())) - sum(map(len, shown))
+        for kind, (_, *others) in shown:
+            also = f"\n(also {_places(others)})" if others else ""
+            parts.append("  - " + f"{self.first[kind]}{also}".replace("\n", "\n    "))
+        left = len(self.found) - sum(len(rows) for _, rows in shown)
         if left:
             parts.append(f"  - and {counted(left, 'row')} with other faults")
         return "\n".join(parts)
 
     def lines(self) -> tuple[str, ...]:
         """The first few, on a line each, for the report."""
-        return tuple(_short(error) for _, error in self.found[:SHOWN])
+        return tuple(_short(error) for error in self.shown)
 
 
 def _short(error: DataError) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from afina.data.badrows import BadRows, gathering
+from afina.data.hubs import SPLITS, hub_rows, saved_rows
 from afina.data.readers import READERS, kind, read_file
 from afina.data.settings import DataSettings, Role
 from afina.errors import DataError, nearest
@@ -25,16 +26,11 @@ _BESIDE_DATA = re.compile(r"(readme|licen[cs]e|sources?|notice|citation|changelo
 """Texts about a folder's data, not of it."""
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SPLITS: dict[str, tuple[str, ...]] = {
-    "train": ("train",),
-    "val": ("validation", "valid", "val", "dev", "eval", "test"),
-    "eval": ("test", "eval", "validation", "valid", "val", "dev"),
-}
-"""Which part of a folder or hub data set each role reads, best first."""
-
 
 DEEPEST = 64
 """Most levels of lists and objects in a column: far more than conversations have, far fewer than end Python's stack."""
+
+_NESTS = (dict, list, tuple)  # tuples of classes of C are looked up faster than Mapping
 
 Placed = Iterator[tuple[str, dict[str, Any] | DataError]]
 """Rows with their place, or what is wrong with them."""
@@ -86,8 +82,9 @@ def read(
     total = 0
     with gathering(bad, name) as refused:
         for total, (at, columns) in enumerate(islice(found, settings.max_rows), start=1):
-            fault = columns if isinstance(columns, DataError) else _unusable(at, columns)
-            if fault is not None:
+            if isinstance(columns, DataError):
+                refused.add(at, columns)
+            elif (fault := _unusable(at, columns)) is not None:
                 refused.add(at, fault)
             else:
                 plain = {key: _value(value) for key, value in columns.items()}
@@ -128,11 +125,12 @@ def _found(
 
 def _unusable(place: str, columns: Mapping[Any, Any]) -> DataError | None:
     """What is wrong with a row that was read, whatever its format."""
-    odd = next((name for name in columns if not isinstance(name, str)), None)
-    if odd is not None:
-        return DataError(f"{place}: a column's name is no text", got=repr(odd), wanted="a text")
     for name, value in columns.items():
-        fault = _structure(value) if isinstance(value, (Mapping, list, tuple)) else None
+        if not isinstance(name, str):
+            return DataError(
+                f"{place}: a column's name is no text", got=repr(name), wanted="a text"
+            )
+        fault = _structure(value) if isinstance(value, _NESTS) else None
         if fault:
             return DataError(
                 f"{place}: column {name!r} is {fault}",
@@ -148,11 +146,14 @@ def _structure(value: Any) -> str | None:
         inside, depth = level.pop()
         if depth > DEEPEST:
             return f"nested more than {DEEPEST} levels deep"
-        if isinstance(inside, Mapping):
-            if not all(isinstance(key, str) for key in inside):
-                return "an object with a key that is no text"
+        if isinstance(inside, dict):
+            for key in inside:
+                if not isinstance(key, str):
+                    return "an object with a key that is no text"
             inside = inside.values()
-        level += [(each, depth + 1) for each in inside if isinstance(each, (Mapping, list, tuple))]
+        for each in inside:
+            if isinstance(each, _NESTS):
+                level.append((each, depth + 1))
     return None
 
 
@@ -179,7 +180,7 @@ def _one(source: str | Path, settings: DataSettings, role: Role, notes: list[str
     if exists(path):
         return _folder(path, settings, role, notes) if path.is_dir() else _file(path, settings)
     if _may_be_hub(str(source)):
-        return _hub(str(source), settings, role, notes)
+        return hub_rows(str(source), settings, role, notes)
     raise _missing(path)
 
 
@@ -208,12 +209,12 @@ def _file(path: Path, settings: DataSettings) -> Placed:
 
 def _folder(path: Path, settings: DataSettings, role: Role, notes: list[str]) -> Placed:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return _saved(path, settings, role, notes)
+        return saved_rows(path, settings, role, notes)
     _refuse_model(path)
     every = sorted(file for file in path.rglob("*") if file.is_file() and kind(file))
     structured = [file for file in every if kind(file) != ".txt"]
     files = structured or [file for file in every if not _BESIDE_DATA.match(file.name)]
-    wanted = (settings.split,) if settings.split else _SPLITS[role]
+    wanted = (settings.split,) if settings.split else SPLITS[role]
     for split in wanted:
         part = [file for file in files if re.match(rf"{split}(?![a-z])", file.name.lower())]
         if part:
@@ -256,81 +257,14 @@ def _refuse_model(path: Path) -> None:
 
 def _missing(path: Path) -> DataError:
     folder, near = path.parent, _near(path)
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        got, cure = "an address", "download it first, and name the file"
+    else:
+        got = f"folder {folder} {'exists' if exists(folder) else 'does not exist either'}"
+        cure = f"did you mean {' or '.join(near)}?" if near else "check the path"
     return DataError(
         f"{path}: no such file",
-        got=f"folder {folder} {'exists' if exists(folder) else 'does not exist either'}",
+        got=got,
         wanted="a data file, a folder, or the id of a hub data set",
-        cure=f"did you mean {' or '.join(near)}?" if near else "check the path",
+        cure=cure,
     )
-
-
-def _pick(splits: list[str], settings: DataSettings, role: Role, name: str) -> str:
-    if settings.split in splits:
-        return settings.split  # type: ignore[return-value]
-    found = [split for split in _SPLITS[role] if split in splits]
-    if settings.split or (not found and len(splits) != 1):
-        raise DataError(
-            f"{name}: no split for {role}",
-            got=f"splits {splits}",
-            wanted=settings.split or " or ".join(_SPLITS[role]),
-            cure=f"--set data.split={splits[0]}" if splits else None,
-        )
-    return found[0] if found else splits[0]
-
-
-def _hub(name: str, settings: DataSettings, role: Role, notes: list[str]) -> Placed:
-    import datasets
-
-    try:
-        splits = datasets.get_dataset_split_names(name, settings.subset, revision=settings.revision)
-        split = _pick([str(one) for one in splits], settings, role, name)
-        table = datasets.load_dataset(
-            name, settings.subset, split=split, revision=settings.revision
-        )
-    except DataError:
-        raise
-    except Exception as error:  # the library has dozens of kinds, and all of them mean this
-        raise DataError(
-            f"{name}: neither a file here nor a data set of the hub that could be loaded",
-            got=f"{type(error).__name__}: {str(error).strip()[:300]}",
-            wanted="a path, or the id of a public hub data set (owner/name)",
-            cure="check the spelling, the network, and data.subset if the set has several",
-        ) from error
-    notes.append(f"{name}: split {split} of the hub data set")
-    return _table(f"{name}[{split}]", table)
-
-
-def _saved(path: Path, settings: DataSettings, role: Role, notes: list[str]) -> Placed:
-    """A folder written by `datasets`' `save_to_disk`."""
-    import datasets
-
-    try:
-        table = datasets.load_from_disk(str(path))
-    except Exception as error:  # of the library, of Arrow, or of JSON
-        raise DataError(
-            f"{path}: looks like a saved data set, and cannot be loaded",
-            got=f"{type(error).__name__}: {str(error).strip()[:300]}",
-            wanted="a folder as datasets' save_to_disk writes it, whole",
-            cure="save it again, or export it as Parquet",
-        ) from error
-    if isinstance(table, datasets.DatasetDict):
-        split = _pick([str(one) for one in table], settings, role, str(path))
-        notes.append(f"{path}: split {split}")
-        table = table[split]
-    return _table(str(path), table)
-
-
-def _table(name: str, table: Any) -> Placed:
-    """The rows of a `datasets` table; classes by the names it knows for their numbers."""
-    names = {
-        column: feature.names
-        for column, feature in table.features.items()
-        if getattr(feature, "names", None)
-    }
-    for number, row in enumerate(table, start=1):
-        columns = dict(row)
-        for column, known in names.items():
-            value = columns[column]
-            unlabelled = value is None or value < 0  # hidden test labels are -1
-            columns[column] = None if unlabelled else known[value]
-        yield f"{name}:{number}", columns

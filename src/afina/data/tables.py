@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,17 +27,30 @@ def read_csv(path: Path) -> Rows:
         DataError: no header, a name twice in it, or a quote that never closes.
     """
     text = text_of(path)
-    first = text.split("\n", 1)[0]
-    separator = "\t" if ".tsv" in path.suffixes else max(SEPARATORS, key=first.count)
+    first, _, rest = text.partition("\n")
+    said = re.fullmatch(r"sep=([^\w\s\"]|\t)\r?", first, re.IGNORECASE)
+    if said:  # as Excel writes it, before the header
+        text = "\n" + rest  # the line stays, so that lines keep their numbers
+    header = text.lstrip("\r\n").partition("\n")[0]
+    if said:
+        separator = said[1]
+    else:
+        separator = "\t" if ".tsv" in path.suffixes else max(SEPARATORS, key=header.count)
     limit = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
-        yield from _rows(path, text, separator)
+        yield from _rows(path, text, header.split(separator), separator)
     finally:
         csv.field_size_limit(limit)
 
 
-def _rows(path: Path, text: str, separator: str) -> Rows:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+def _rows(path: Path, text: str, names: list[str], separator: str) -> Rows:
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=separator,
+        strict=True,
+        # A space after each separator of the header is how the whole file is written.
+        skipinitialspace=len(names) > 1 and all(name.startswith(" ") for name in names[1:]),
+    )
     header = _header(path, text, reader)
     while True:
         line = reader.line_num + 1
@@ -56,15 +70,16 @@ def _rows(path: Path, text: str, separator: str) -> Rows:
 
 def _header(path: Path, text: str, reader: Any) -> list[str]:
     try:
-        header = next(reader, None)
+        header = next((fields for fields in reader if fields), None)
     except csv.Error as error:
         raise _broken(path, text, 1, reader.line_num, error) from error
     if not header or not any(name.strip() for name in header):
         raise DataError(f"{path}: empty", wanted="a header line with the column names")
+    header = [name.strip() for name in header]
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
         raise DataError(
-            f"{path}:1: a column name occurs twice",
+            f"{path}:{reader.line_num}: a column name occurs twice",
             got=f"{', '.join(map(repr, twice))} in {header}",
             wanted="each name once; of two columns, one would be lost",
             cure="rename one of them",

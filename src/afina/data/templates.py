@@ -74,20 +74,24 @@ def render(
     """
     if not messages:
         return ""
-    import jinja2
-
     try:
         return tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
         )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # a template is a program, and may fail as any does
         raise DataError(
             f"{source}: the chat template refuses this conversation",
-            got=f"{error}; roles {[message['role'] for message in messages]}",
+            got=f"{_said(error)}; roles {[message['role'] for message in messages]}",
             wanted="a sequence of roles the template knows",
             cure="merge or remove messages (a system text can open the first user message), "
             "or set data.template=none",
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """What a template says when it refuses; with the kind of error where it says nothing on purpose."""
+    kind = type(error).__name__
+    return str(error) if kind == "TemplateError" else f"{kind}: {error}"
 
 
 def render_turns(tokenizer: Any, example: Example, which: Sequence[int]) -> Rendered:

@@ -9,7 +9,7 @@ from typing import Any
 
 from afina.config import EvalSettings, of_kind
 from afina.data.settings import DataSettings
-from afina.errors import DataError
+from afina.errors import ConfigError, DataError
 from afina.evaluate import scores
 from afina.evaluate.answers import (
     choices_of,
@@ -116,6 +116,12 @@ def evaluate(
     """
     settings, data = of_kind(EvalSettings, settings), of_kind(DataSettings, data)
     check_pair(model, tokenizer)
+    if settings.answers.system is not None:
+        raise ConfigError(
+            "eval.answers.system changes nothing: each row is asked with its own prompt, as in training",
+            got=repr(settings.answers.system[:60]),
+            cure="give the rows a system turn, or a column `system`",
+        )
     rows = rows_of(model, tokenizer, rows, data)[: settings.max_rows]
     if not rows:
         raise DataError("there are no rows to evaluate", cure="give a file that has some")

@@ -94,10 +94,12 @@ def _read(file: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
             file.parent, dtype=torch.float32, output_loading_info=True, **options, **unpack
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **options)
-    except (ValueError, KeyError, RuntimeError, OSError, NotImplementedError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a reader of dozens of architectures fails in dozens of ways
         raise ModelError(
             f"transformers cannot read {file.name}",
-            got=f"architecture {metadata.get('general.architecture')!r}: {error}",
+            got=f"architecture {metadata.get('general.architecture')!r}: {type(error).__name__}: {error}",
             wanted="a causal language model of an architecture that it reads from GGUF",
             cure="use the model's Hugging Face folder or hub id instead",
         ) from error

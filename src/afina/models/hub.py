@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import ModelError, nearest
+from ..errors import ModelError
 from ..places import exists, local
-from . import demo, gguf, remote
-from .folder import check_folder, no_config, not_a_model_file
+from .locate import resolve
 from .precision import choose, parse_device
 from .strict import check_loaded
 from .tokenizer import check_vocabulary, repair_pad
+
+__all__ = ["Task", "load", "load_tokenizer", "quiet", "resolve", "skeleton", "task_of"]
 
 log = logging.getLogger(__name__)
 
@@ -88,42 +89,6 @@ def _warn_unverified(source: str | Path, folder: Path) -> None:
             )
 
 
-def resolve(
-    source: str | Path,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    offline: bool | None = None,
-) -> Path:
-    """The local Hugging Face folder of `source`, fetched or converted if need be.
-
-    Raises:
-        ModelError: it cannot be found, or holds nothing that afina loads.
-    """
-    name, path = str(source), local(source)
-    of_hub = name not in demo.DEMOS and not exists(path) and not _looks_local(name)
-    if revision is not None and not of_hub:
-        raise ModelError(
-            "only a model of the Hugging Face Hub has revisions",
-            got=f"{name} at {revision}",
-            wanted="a hub id owner/name",
-            cure="leave the revision out",
-        )
-    if name in demo.DEMOS:
-        return demo.fetch(name, offline=bool(offline))
-    if exists(path):
-        return _folder(path) if path.is_dir() else _file(path)
-    if not of_hub:
-        raise ModelError(
-            "no such file or folder",
-            got=name,
-            wanted="a Hugging Face folder or a .gguf file",
-            cure=f"the working directory is {Path.cwd()}: check the path",
-        )
-    _refuse_misspelt_demo(name)
-    return _folder(remote.fetch(name, revision=revision, token=token, offline=offline))
-
-
 def task_of(config: Any, num_labels: int | None = None) -> Task:
     """What a model with `config` is for, by the architecture that wrote it.
 
@@ -164,39 +129,6 @@ def _refuse_seeing(config: Any, architecture: str) -> None:
             wanted="a decoder, or the same model as an encoder: task='encoder'",
             cure="set is_decoder to true in config.json if it was trained as a decoder",
         )
-
-
-def _looks_local(name: str) -> bool:
-    """Whether `name` can only be meant as a path."""
-    return name.endswith(".gguf") or not remote.HUB_ID.fullmatch(name)
-
-
-def _refuse_misspelt_demo(name: str) -> None:
-    near = nearest(name.lower(), list(demo.DEMOS), most=1)
-    if near and "/" not in name:
-        raise ModelError(
-            "unknown demo model",
-            got=name,
-            wanted=" or ".join(demo.DEMOS),
-            cure=f"did you mean {near[0]}? A model of the Hugging Face Hub is named owner/name",
-        )
-
-
-def _file(path: Path) -> Path:
-    if path.suffix.lower() != ".gguf":
-        raise not_a_model_file(path)
-    return gguf.folder_of(path)
-
-
-def _folder(path: Path) -> Path:
-    """`path`, if a model can be loaded from it; if it only holds one GGUF file, that file's folder."""
-    if not (path / "config.json").is_file():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) == 1:
-            return gguf.folder_of(files[0])
-        raise no_config(path, files)
-    check_folder(path)
-    return path
 
 
 def _config(folder: Path) -> Any:

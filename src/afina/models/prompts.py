@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from jinja2 import TemplateError
-
-from afina.errors import DataError, ModelError
+from afina.errors import ConfigError, DataError, ModelError
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 """A text to go on with, the messages of a chat, or the ids of a prompt rendered already."""
@@ -27,7 +25,16 @@ def encode(
     Raises:
         ModelError: messages, and no chat template or one that refuses them.
         DataError: a prompt without text, or of a wrong type.
+        ConfigError: a system prompt for what is no messages, where it would do nothing.
     """
+    rendered = isinstance(prompt, str) or (isinstance(prompt, Sequence) and _are_ids(prompt))
+    if system is not None and rendered:
+        raise ConfigError(
+            "a system prompt has no place before a text",
+            got=f"system {system[:60]!r}",
+            wanted="messages, which the chat template puts it before",
+            cure="put it into the text itself, or send messages",
+        )
     if isinstance(prompt, str):
         ids = _begin(tokenizer) + list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not _alike(prompt):
@@ -39,7 +46,7 @@ def encode(
             if isinstance(prompt, Mapping)
             else None,
         )
-    elif prompt and isinstance(prompt[0], int):
+    elif _are_ids(prompt):
         ids = [int(token) for token in cast("Sequence[int]", prompt)]
     else:
         ids = _encode_messages(tokenizer, list(prompt), system, tools)
@@ -53,6 +60,10 @@ def encode(
 def _alike(prompt: Sequence[Any]) -> bool:
     """Whether all are ids, or all messages."""
     return any(all(isinstance(one, kind) for one in prompt) for kind in (int, Mapping))
+
+
+def _are_ids(prompt: Sequence[Any]) -> bool:
+    return len(prompt) > 0 and isinstance(prompt[0], int)
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -107,7 +118,7 @@ def _encode_messages(
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # a template is a program, and may fail as any does
         raise ModelError(
             "the chat template refuses these messages",
             got=f"roles {[m.get('role') for m in messages]}; it says: {error}",

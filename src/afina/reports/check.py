@@ -215,15 +215,15 @@ class Case:
             val_rows: that score.
             broken: why the model cannot be run on them, if so.
         """
-        why = ""
+        names = (*RUN_POINTS, "validation", *STEP_POINTS)
         if self.edit is None or "technique" in self.failed:
-            why = "nothing can train: see model and technique"
-        elif not any(row.trained_tokens for row in rows):
-            why = "there are no rows that train"
-        if self.edit is None or why:
-            return [skipped(name, why) for name in (*RUN_POINTS, "validation", *STEP_POINTS)]
-        trial = self._trial(rows)
+            return [skipped(name, "nothing can train: see model and technique") for name in names]
         keys = [technique.key for technique in self.edit.techniques]
+        if not any(row.trained_tokens for row in rows):
+            rate = settings_points.rate(self.settings, keys)  # which asks no row
+            none = "there are no rows that train"
+            return [rate if name == rate.name else skipped(name, none) for name in names]
+        trial = self._trial(rows)
         trainable = sum(p.numel() for p in self.edit.trainable().values())
         seen = trial.rows_a_step * trial.total_steps
         found = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 from afina.config import TrainSettings
@@ -20,8 +21,18 @@ def output(out: Path | None, *, resume: bool, overwrite: bool) -> Finding:
         return skipped("folder", "no folder was named")
     try:
         folder.refuse_used(out, resume=resume, overwrite=overwrite)
+        # Found by making a file that has no name: rights alone do not tell (a read-only disk).
+        with tempfile.TemporaryFile(dir=existing(out)):
+            pass
     except AfinaError as error:
         return of_error("folder", error)
+    except OSError as error:
+        return Finding(
+            "folder",
+            "error",
+            f"nothing can be made in {existing(out)} ({error.strerror or error})",
+            "name a folder elsewhere",
+        )
     said = "is there to go on from" if resume else "will be replaced" if overwrite else "is free"
     return Finding("folder", "ok", f"{out} {said}", values={"folder": str(out)})
 

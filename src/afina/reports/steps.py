@@ -18,6 +18,7 @@ from afina.train import micro, plan
 from afina.train.audit import AUDITED_STEPS
 from afina.train.loop import Step, Work, loop
 from afina.train.preflight import Finding, of_error, place, skipped
+from afina.train.resume import threads
 from afina.train.validate import mean_loss
 
 WORSE = 0.05
@@ -72,7 +73,7 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
     began = time.perf_counter()
     try:
         kept = nullcontext() if trial.disposable else untouched(trial.edit)
-        with kept, packing(trial.model, trial.packed):
+        with threads(trial.settings.threads), kept, packing(trial.model, trial.packed):
             trial.model.train()
             tokens, why = trial.micro_tokens()
             steps = list(islice(loop(_work(trial, tokens), trial.windows()), AUDITED_STEPS))
@@ -89,7 +90,7 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
         "first step",
         "ok",
         f"{len(steps)} steps on the rows of the run: all {len(names)} trainable tensors get a gradient, "
-        f"norm {norms[0]:.3g}; undone",
+        f"norm {norms[0]:.3g}; nothing of it is kept",
         values={
             "steps": len(steps),
             "tensors": len(names),
@@ -114,19 +115,12 @@ def out_of_memory(name: str, trial: Trial) -> Finding:
 
 def _work(trial: Trial, tokens: int | None) -> Work:
     """The run's own work, with as many steps as it takes to judge every tensor."""
-    settings = trial.settings
-    if tokens is None:
-        rows_each, tokens_each = settings.micro_rows, settings.micro_tokens
-    else:
-        rows_each, tokens_each = None, tokens
-    each = None if rows_each is None else int(rows_each)
-    most = None if tokens_each is None else int(tokens_each)
     return Work(
         trial.model,
         trial.edit,
-        plan.optimiser_of(trial.edit, settings, trial.seams),
-        settings,
-        lambda rows: trial.passes.cut(rows, rows_each=each, tokens_each=most),
+        plan.optimiser_of(trial.edit, trial.settings, trial.seams),
+        trial.settings,
+        micro.cutter(trial.settings, tokens, trial.passes),
         trial.passes,
         OneProcess(),
         trial.seams,

@@ -67,8 +67,9 @@ class Trial:
         return len(self.rows) / plan.total_steps(epoch, self.rows)
 
     def windows(self) -> Iterator[list[Row]]:
-        """The rows of each step."""
-        return plan.windows_from(self.settings, self.rows)
+        """The rows of each step; steps whose rows have no label, which move nothing, are left out."""
+        found = plan.windows_from(self.settings, self.rows)
+        return (rows for rows in found if any(row.trained_tokens for row in rows))
 
     @cached_property
     def passes(self) -> Passes:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ def _write_weights(folder: Path, contents: Contents, record: Record) -> None:
         files.save(edit, folder / "adapter", base=contents.base, tokenizer=tokenizer, record=record)
         return
     model: Any = edit.model
-    model.save_pretrained(folder / "model")
+    with _no_bar():
+        model.save_pretrained(folder / "model")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / "model")
 
@@ -122,6 +124,20 @@ def _refuse_broken(edit: Edit, step: int) -> None:
             cure="go on from an earlier checkpoint with a lower rate: "
             "afina train --resume --allow-changes --lr …",
         )
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Keeps Transformers from drawing a bar of its own through the run's lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def point(run: Path, folder: Path) -> None:
@@ -178,8 +194,8 @@ def latest(run: Path, wanted: str | None = None) -> Path | None:
     damage = manifest.damage(folder)
     if damage:
         raise RunError(
-            f"the checkpoint {folder.name} is damaged, and nothing was changed",
-            got="\n          ".join(damage[:4]),
+            "the checkpoint to go on from is damaged, and nothing was changed",
+            got="\n          ".join([f"{folder}", *damage[:4]]),
             wanted="the files as they were written",
             cure=_way_out(run, there, folder),
         )

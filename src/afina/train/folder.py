@@ -33,6 +33,7 @@ def refuse_used(out: Path, *, resume: bool, overwrite: bool) -> None:
     if resume:
         if not (out / CONFIG).exists():
             raise RunError("there is no run to resume", got=out, wanted=f"a folder with {CONFIG}")
+        _refuse_unwritable(out)
         return
     _refuse_unwritable(out)
     if not out.exists() or not _contents(out):
@@ -69,6 +70,29 @@ def _contents(out: Path) -> list[Path]:
     return [] if all(path.name in BEFORE_CONFIG for path in there) else there
 
 
+def refuse_busy(out: Path) -> None:
+    """Asks, long before the folder is claimed, whether another process is at work in it.
+
+    Raises:
+        RunError: when one is.
+    """
+    if not (out / LOCK).exists() or not os.access(out / LOCK, os.W_OK):
+        return
+    try:
+        with FileLock(out / LOCK, timeout=0):
+            pass
+    except Timeout:
+        raise _busy(out) from None
+
+
+def _busy(out: Path) -> RunError:
+    return RunError(
+        "another process is at work in this run's folder",
+        got=out,
+        cure="wait for it, or name another folder",
+    )
+
+
 @contextmanager
 def claimed(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Makes the folder of a run and keeps every other process out of it while the block lasts.
@@ -82,11 +106,7 @@ def claimed(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
         lock = FileLock(out / LOCK, timeout=0)
         lock.acquire()
     except Timeout:
-        raise RunError(
-            "another process is at work in this run's folder",
-            got=out,
-            cure="wait for it, or name another folder",
-        ) from None
+        raise _busy(out) from None
     except OSError as error:
         raise RunError("the run's folder cannot be made", got=f"{out}: {error}") from None
     try:
@@ -104,7 +124,7 @@ def claimed(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
 def _empty(out: Path) -> None:
     """Removes a run; what shows that it is one goes last, so that an interrupted removal can be said again."""
     for path in sorted(_contents(out), key=lambda path: path.name == CONFIG):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def environment() -> dict[str, Any]:

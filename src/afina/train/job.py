@@ -51,6 +51,7 @@ from afina.train.state import (
     harmless,
     on_the_card,
     recorded,
+    rows_in_words,
     starting_weights,
 )
 from afina.tree import Edit
@@ -66,12 +67,23 @@ class Given:
         val_rows: for validation.
         reports: of how they came about.
         resolved: the configuration, for config.yaml.
+        fingerprint: of the training rows.
     """
 
     rows: list[Row]
     val_rows: list[Row]
     reports: Sequence[DataReport]
     resolved: Resolved[Any]
+    fingerprint: str
+
+    def in_words(self) -> dict[str, Any]:
+        """For the adapter's card."""
+        return {
+            "source": Path(self.resolved.config.source).name,
+            "rows": len(self.rows),
+            "fingerprint": self.fingerprint,
+            "validation_rows": len(self.val_rows),
+        }
 
 
 @dataclass
@@ -88,6 +100,8 @@ class Job:
     def run(self, data: Any, val: Any) -> Run:
         """From the data to the finished folder."""
         say = self.options.reporter or reporter()
+        folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
+        folder.refuse_busy(self.out)
         rows, val_rows, reports = read_rows(
             self.model, self.tokenizer, data, val, self.options.data_settings
         )
@@ -100,7 +114,6 @@ class Job:
         self._look_at(rows, val_rows, say, given=are_rows(data))
         say.say(self.edit.summary())
         self.total_steps = plan.total_steps(self.settings, rows)
-        folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
         self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
         with folder.claimed(
@@ -108,7 +121,9 @@ class Job:
         ):
             try:
                 with durable.writing("the run's files", self.out, alone=False):
-                    return self._begin(Given(rows, val_rows, reports, resolved), say)
+                    return self._begin(
+                        Given(rows, val_rows, reports, resolved, fingerprint(rows)), say
+                    )
             finally:
                 say.close()
 
@@ -142,10 +157,7 @@ class Job:
             changes = resume.compare(start.state, now, allow=options.allow_changes, say=say)
             done = resume.finished(self.out, start.state, now, changes)
             if done is not None:
-                say.say(
-                    f"this run is finished ({counted(done.steps, 'step')}), and nothing was changed; to "
-                    f"train on: afina train --resume --allow-changes --steps N -o {self.out}"
-                )
+                say.say(result.told(done))
                 return done
             state = self._restore(start, now, changes, say)
             if changes or harmless(start.state, now):
@@ -179,8 +191,8 @@ class Job:
         more: dict[str, Any] = {
             "data.packing": self.options.data_settings.packing,
             "data.share_prefixes": self._shares(),
-            TRAIN_ROWS: fingerprint(given.rows),
-            VAL_ROWS: fingerprint(given.val_rows),
+            TRAIN_ROWS: rows_in_words(given.rows, given.fingerprint),
+            VAL_ROWS: rows_in_words(given.val_rows, fingerprint(given.val_rows)),
             BASE: base_fingerprint(self.model, self.edit),
             START: starting_weights(self.edit),
         }
@@ -205,7 +217,7 @@ class Job:
     ) -> Run:
         """From `state` to the finished folder."""
         rows, val_rows = given.rows, given.val_rows
-        card = on_the_card(state, given.resolved.config.source, len(rows), len(val_rows))
+        card = on_the_card(state, given.in_words(), given.resolved.config.revision)
         contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer, card)
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
@@ -285,20 +297,18 @@ class Job:
         self, rows: Sequence[Row], state: State, passes: Passes, say: Reporter
     ) -> tuple[State, Callable[[Sequence[Row]], list[list[Row]]]]:
         """How a step is cut into micro-batches: as set, as decided before, or found by trial."""
-        rows_each, tokens_each = self.settings.micro_rows, self.settings.micro_tokens
-        if "auto" in (rows_each, tokens_each):
-            tokens_each = state.micro_tokens
-            if tokens_each is None:
-                longest = max(rows, key=lambda row: len(row.tokens))
-                sample = [longest, *next(plan.windows_from(self.settings, rows))]
-                tokens_each, why = micro.find_tokens(
-                    sample, lambda part: passes.trial(part, self.edit), passes
-                )
-                say.say(f"micro-batches of at most {tokens_each:,} tokens: {why}")
-            state, rows_each = replace(state, micro_tokens=tokens_each), None
-        each = None if rows_each is None else int(rows_each)
-        most = None if tokens_each is None else int(tokens_each)
-        return state, lambda part: passes.cut(part, rows_each=each, tokens_each=most)
+        auto = "auto" in (self.settings.micro_rows, self.settings.micro_tokens)
+        if auto and state.micro_tokens is None:
+            longest = max(rows, key=lambda row: len(row.tokens))
+            sample = [longest, *next(plan.windows_from(self.settings, rows))]
+            tokens, why = micro.find_tokens(
+                sample, lambda part: passes.trial(part, self.edit), passes
+            )
+            say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
+            state = replace(state, micro_tokens=tokens)
+        elif not auto:
+            state = replace(state, micro_tokens=None)
+        return state, micro.cutter(self.settings, state.micro_tokens, passes)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device

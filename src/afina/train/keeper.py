@@ -65,7 +65,10 @@ class Keeper:
         if self._spent():
             return
         metrics = MetricsFile(self.out, keep_below=self.state.step)
-        board = _board(self.out) if self.settings.tensorboard else None
+        if metrics.missing:
+            missing = f"{metrics.missing} of the first {counted(self.state.step, 'step')}"
+            self.say.say(f"warning: metrics.jsonl has no figures for {missing}")
+        board = _board(self.out, self.state.step) if self.settings.tensorboard else None
         with between_steps(self._tell) as stopping:
             try:
                 for step in steps:
@@ -221,7 +224,8 @@ class Keeper:
         return weights, step
 
 
-def _board(out: Path) -> Any:
+def _board(out: Path, done: int) -> Any:
+    """A writer of TensorBoard events that take the place of those of steps after `done`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -229,7 +233,7 @@ def _board(out: Path) -> Any:
             "train.tensorboard needs the tensorboard package",
             cure="pip install 'afina[plot]', or leave train.tensorboard out",
         ) from None
-    return SummaryWriter(str(out / "tensorboard"))
+    return SummaryWriter(str(out / "tensorboard"), purge_step=done + 1 if done else None)
 
 
 def _to_board(board: Any, line: Mapping[str, Any]) -> None:

@@ -21,11 +21,15 @@ class MetricsFile:
     Args:
         folder: the run's.
         keep_below: on resuming at this step, lines of it and earlier ones are kept, and later ones dropped.
+
+    Attributes:
+        missing: so many of the earlier steps have no line.
     """
 
     def __init__(self, folder: Path, keep_below: int = 0) -> None:
         self.folder, self.path = folder, folder / FILE
         kept = [line for line in read_metrics(folder) if line["step"] <= keep_below]
+        self.missing = keep_below - len(kept)
         with self._writing():
             durable.write_text(self.path, "".join(map(_line, kept)))
 
@@ -70,7 +74,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def last_tenth_loss(folder: Path) -> float:
     """Mean training loss over the last tenth of a run's steps, weighted by trained tokens; NaN when none was finite."""
     lines = read_metrics(folder)
-    last = [x for x in lines[-max(1, len(lines) // 10) :] if x["loss"] is not None]
+    last = [x for x in lines[-max(1, len(lines) // 10) :] if x.get("loss") is not None]
     tokens = sum(x["trained_tokens"] for x in last)
     return sum(x["loss"] * x["trained_tokens"] for x in last) / tokens if tokens else math.nan
 
@@ -87,7 +91,7 @@ def scores_of(folder: Path, step: int) -> dict[str, float]:
 
 def plot_loss(folder: Path) -> Path | None:
     """Draws `loss.png` from the run's figures; None when there is nothing to draw."""
-    lines = [line for line in read_metrics(folder) if line["loss"] is not None]
+    lines = [line for line in read_metrics(folder) if line.get("loss") is not None]
     if not lines:
         return None
     # Figure without pyplot: no global state, no window, and safe in any thread.

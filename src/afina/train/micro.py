@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from afina.config import TrainSettings
 from afina.train.memory import free_bytes, peak_bytes, used_bytes
 from afina.train.passes import Passes
 from afina.types import Row
@@ -14,6 +15,17 @@ MOST_TOKENS = 2048
 """No more tokens than this in one pass on a CPU when the size is chosen here: enough for full-rate matrix products."""
 SHARE_OF_FREE = 0.6
 """Share of the free memory that a chosen size may be predicted to take."""
+
+
+def cutter(
+    settings: TrainSettings, found: int | None, passes: Passes
+) -> Callable[[Sequence[Row]], list[list[Row]]]:
+    """What cuts the rows of a step, as set; `found` tokens each where the settings say auto."""
+    if "auto" in (settings.micro_rows, settings.micro_tokens):
+        return lambda rows: passes.cut(rows, rows_each=None, tokens_each=found)
+    each = None if settings.micro_rows is None else int(settings.micro_rows)
+    most = None if settings.micro_tokens is None else int(settings.micro_tokens)
+    return lambda rows: passes.cut(rows, rows_each=each, tokens_each=most)
 
 
 def find_tokens(

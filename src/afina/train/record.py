@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from afina.config import EvalSettings, Resolved, RunConfig, TrainSettings, as_gi
 from afina.data.report import DataReport
 from afina.data.settings import DataSettings
 from afina.models.demo import DEMOS
+from afina.places import exists, local
 from afina.train import durable, folder, state
 from afina.train.state import Difference, State
 from afina.tree import Edit
@@ -21,9 +22,9 @@ START = "start.json"
 
 def absolute(name: str | None) -> str | None:
     """A file's or folder's name as it is found from any working directory; a name of the hub, or a demo's, as it is."""
-    if name is None or name in DEMOS or not Path(name).expanduser().exists():
+    if name is None or name in DEMOS or not exists(local(name)):
         return name
-    return str(Path(name).expanduser().resolve())
+    return str(local(name).resolve())
 
 
 def name_of(source: Any) -> str:
@@ -77,8 +78,17 @@ def write_changes(
 ) -> None:
     """Renews config.yaml for the rest of a run, with a line at its top for all that was changed so far."""
     path = out / folder.CONFIG
-    kept = [
-        line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# step ")
-    ]
+    old = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in old if line.startswith("# step ")]
     new = [f"# step {step}: resumed with {change}" for change in changes]
-    durable.write_text(path, "\n".join([*kept, *new, dump(resolved)]))
+    first = {name: _first_origin(origin, path, old) for name, origin in resolved.origins.items()}
+    renewed = dump(replace(resolved, origins=first))
+    durable.write_text(path, "\n".join([*kept, *new, renewed]))
+
+
+def _first_origin(origin: str, path: Path, lines: Sequence[str]) -> str:
+    """Where a value came from that was read from line n of the run's own config.yaml: what that line says."""
+    number = origin.removeprefix(f"{path}:")
+    if number == origin or not number.isdecimal() or not 0 < int(number) <= len(lines):
+        return origin
+    return lines[int(number) - 1].rpartition("  # ")[2]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from afina.errors import counted
 from afina.train import durable
 
 FILE = "result.json"
@@ -65,6 +66,14 @@ def read(folder: Path) -> Run | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def told(run: Run) -> str:
+    """What whoever resumes a finished run reads."""
+    return (
+        f"this run is finished ({counted(run.steps, 'step')}), and nothing was changed; to train on: "
+        f"afina train --resume --allow-changes --steps N -o {run.folder}"
+    )
 
 
 def _plain(number: float) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from afina.errors import RunError
-from afina.train import checkpoint, manifest, record, result, state
+from afina.train import checkpoint, manifest, metrics, record, result, state
 from afina.train.report import Reporter
 from afina.train.result import Run
 from afina.train.state import Difference, State
@@ -41,16 +41,34 @@ def origin(out: Path, wanted: str | None) -> Origin | None:
     """Where the run in `out` goes on from; None when it was stopped before anything was decided.
 
     Raises:
-        RunError: when the checkpoint is damaged or not there.
+        RunError: when the checkpoint is damaged or not there, or all of them are gone.
     """
     folder = checkpoint.latest(out, wanted)
-    begun = state.from_file(out / record.START) if (out / record.START).exists() else None
     if folder is None:
-        return None if begun is None else Origin(begun, None)
+        return _beginning(out) if (out / record.START).exists() else None
     saved = state.from_file(folder / checkpoint.STATE)
     # Changes that were allowed here, before a next checkpoint knew of them, need not be allowed again.
-    known = begun if begun is not None and begun.step == saved.step else saved
-    return Origin(known, folder)
+    begun = state.or_none(out / record.START)
+    return Origin(begun if begun is not None and begun.step == saved.step else saved, folder)
+
+
+def _beginning(out: Path) -> Origin:
+    begun = state.from_file(out / record.START)
+    _refuse_emptied(out, begun)
+    return Origin(begun, None)
+
+
+def _refuse_emptied(out: Path, begun: State) -> None:
+    """Raises when the run went so far that it saved checkpoints: to begin again would throw its figures away."""
+    lines = metrics.read_metrics(out)
+    done = lines[-1]["step"] if lines else 0
+    every = begun.settings.get("train.save_every")
+    if (every is not None and done > every) or (out / result.FILE).exists():
+        raise RunError(
+            "the checkpoints of this run are gone, and nothing was changed",
+            got=f"{out}: figures of {done} steps, and no checkpoint",
+            cure="put the folder checkpoints back, or begin anew with --overwrite",
+        )
 
 
 @contextmanager

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
 from afina.config import TrainSettings
-from afina.errors import RunError
+from afina.errors import RunError, counted
 from afina.tree import Edit
+from afina.types import Row
 
 FORMAT = 1
 
@@ -126,10 +129,21 @@ def from_file(path: Path) -> State:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.pop("format", None) != FORMAT:
             raise ValueError("written by another version of afina")
-        machine = found.pop("machine")
-        return State(**found, machine=None if machine is None else Machine(**machine))
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise RunError("the run's state cannot be read", got=f"{path}: {error}") from None
+        return TypeAdapter(State).validate_python(found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunError(
+            "the run's state cannot be read",
+            got=f"{path}: {' '.join(str(error).split())[:200]}",
+            cure="put the file back as it was written, or begin anew with --overwrite",
+        ) from None
+
+
+def or_none(path: Path) -> State | None:
+    """The same, None where there is no such file or it cannot be read."""
+    try:
+        return from_file(path)
+    except RunError:
+        return None
 
 
 def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[str, Any]:
@@ -143,16 +157,22 @@ def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[
     return {**found, **more}
 
 
-def on_the_card(state: State, source: str, rows: int, val_rows: int) -> Record:
-    """What an adapter's card says of the run that made it; nothing of it depends on the machine or the folder."""
+def rows_in_words(rows: Sequence[Row], fingerprint: str) -> str:
+    """What tells some rows from others, and shows how many they are."""
+    return f"{counted(len(rows), 'row')} ({fingerprint[:16]})"
+
+
+def on_the_card(state: State, data: Mapping[str, Any], revision: str | None = None) -> Record:
+    """What an adapter's card says of the run that made it; nothing of it depends on the machine or the folder.
+
+    Args:
+        state: whose settings of training and data are told.
+        data: the source, number and fingerprint of its rows.
+        revision: of the base, where it is one on the hub.
+    """
     settings = {k: v for k, v in state.settings.items() if k.startswith(("train.", "data."))}
-    data = {
-        "source": Path(source).name,
-        "rows": rows,
-        "fingerprint": state.settings.get(TRAIN_ROWS),
-        "validation_rows": val_rows,
-    }
-    return Record(data=data, settings={k: v for k, v in settings.items() if v is not None})
+    told = {k: v for k, v in settings.items() if v is not None}
+    return Record(data=data, settings=told, revision=revision)
 
 
 def starting_weights(edit: Edit) -> str:

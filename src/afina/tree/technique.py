@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from afina.errors import TechniqueError
@@ -51,8 +53,9 @@ class Delta(nn.Module, ABC):
         raise TechniqueError(f"{type(self).__name__} cannot be folded into a weight")
 
     def stored_delta(self) -> Tensor:
-        """`weight_delta` as the base's weight is stored."""
-        change = self.weight_delta()
+        """`weight_delta` as the base's weight is stored, its products not rounded to TF32 or bf16 on the way."""
+        with exact_products():
+            change = self.weight_delta()
         return change.t() if self.transposed else change
 
     def silent_at_start(self) -> frozenset[str]:
@@ -82,6 +85,21 @@ class Technique(Frozen, ABC):
     def lr_scale(self, name: str) -> float:
         """Learning rate of the trainable tensor `name`, as a multiple of the run's."""
         return 1.0
+
+
+@contextmanager
+def exact_products() -> Generator[None, None, None]:
+    """Products of fp32 matrices in fp32 inside the block, even where speed was asked for before precision."""
+    backends: Any = torch.backends
+    places = (backends.cuda.matmul, backends.mkldnn.matmul)
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -45,7 +45,7 @@ def labels(rows: Sequence[Row], stops: Sequence[int]) -> Finding:
         return Finding(
             "labels",
             "warning",
-            f"{counted(len(silent), 'row')} train nothing: {places(silent)}; {share}",
+            f"{counted(len(silent), 'row')} without a trained token: {places(silent)}; {share}",
             "leave these rows out, or give them answers",
             values=values,
         )

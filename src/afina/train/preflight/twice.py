@@ -32,7 +32,7 @@ def duplicates(rows: Sequence[Row]) -> Finding:
         return Finding(
             "duplicates",
             "warning",
-            f"{counted(len(again), 'row')} say what an earlier row says; first: {place(row)} is {place(earlier)}",
+            f"{counted(len(again), 'row')} with the content of an earlier one; first: {place(row)} is {place(earlier)}",
             "leave the repetitions out, unless they are meant to weigh more",
             values=values,
         )

@@ -1,0 +1,86 @@
+"""Where a run starts that does not start from nothing: at an adapter's weights, or where it was stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def refuse_no_run(out: Path) -> None:
+    """Raises when there is no run to go on with, naming those beside it.
+
+    Raises:
+        RunError: see above.
+    """
+    from afina.errors import RunError, nearest
+
+    if (out / "config.yaml").exists():
+        return
+    runs = [p.parent.name for p in out.parent.glob("*/config.yaml")]
+    near = [str(out.parent / name) for name in nearest(out.name, runs) or sorted(runs)[:5]]
+    raise RunError(
+        "there is no run to resume",
+        got=out,
+        wanted="a folder with config.yaml",
+        cure=f"did you mean {' or '.join(near)}?" if near else None,
+    )
+
+
+def is_finished(out: Path) -> bool:
+    """Whether the run has nothing left to do, and nothing else is asked for: known without its model and data."""
+    from afina.train import checkpoint, result
+    from afina.train.report import reporter
+
+    done = result.read(out)
+    newest = checkpoint.found(out)
+    if done is None or not newest or checkpoint.step_of(newest[-1]) != done.steps:
+        return False
+    reporter().say(result.told(done))
+    return True
+
+
+def start_from(
+    model: Any, resolved: Any, source: Path, *, allow_partial: bool = False
+) -> tuple[Any, Any]:
+    """The edit that an adapter's folder describes, with its weights, and the settings that say so.
+
+    Raises:
+        AdapterError: it does not fit the model.
+        ConfigError: for technique settings of one's own: the adapter's decide.
+    """
+    from dataclasses import replace
+
+    from afina.adapters import files
+    from afina.errors import ConfigError
+    from afina.table import apply
+
+    free = ("dropout", "loraplus_ratio")
+    own = [
+        path
+        for path, origin in resolved.origins.items()
+        if path.startswith("techniques.lora.")
+        and origin != "default"
+        and path.rpartition(".")[2] not in free
+    ]
+    if own or resolved.keys != ("lora",):
+        raise ConfigError(
+            "--init-from takes the technique and its settings from the adapter",
+            got=", ".join(own or resolved.keys),
+            cure=f"leave these out; only {' and '.join(free)} may differ",
+        )
+    folder = source / "adapter" if (source / "adapter").is_dir() else source
+    fitted = files.fit(model, folder, allow_partial=allow_partial)
+    given = resolved.config.techniques[0]
+    lora = fitted.technique.model_copy(update={name: getattr(given, name) for name in free})
+    edit = apply(model, [lora], seed=resolved.config.train.seed, undoable=False)
+    files.restore(edit, fitted.tensors)
+    edit.notes.extend(fitted.notes)
+    origin = f"--init-from {folder}"
+    origins = {
+        path: origin
+        if path.startswith("techniques.lora") and path.rpartition(".")[2] not in free
+        else before
+        for path, before in resolved.origins.items()
+    }
+    config = replace(resolved.config, techniques=(lora,))
+    return edit, replace(resolved, config=config, origins=origins)

@@ -1,0 +1,234 @@
+"""No setting is accepted and does nothing: each has a value here that changes what comes out, and none is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from afina.config import EvalSettings, GenerateSettings
+from afina.data.dataset import prepare
+from afina.data.settings import DataSettings
+from afina.data.split import split
+from afina.errors import ConfigError
+from afina.evaluate.evaluate import evaluate
+from afina.models import generate as generating
+from afina.models.generate import generate
+from afina.table import TECHNIQUES, apply
+from tests import battery
+from tests.data import kit
+from tests.tiny import byte_tokenizer, tiny_llama
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+PAIR = {"prompt": "a", "completion": "b", "text": "c"}
+LONG = {"prompt": "a", "completion": "one two three four five six seven eight nine ten"}
+TALK = kit.turns("a", "b", "c", "d")
+
+DATA: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "format": ([PAIR], "text", {}),
+    "columns": ([PAIR], {"prompt": "text"}, {}),
+    "txt": ("paragraphs.txt", "paragraph", {}),
+    "max_rows": ([PAIR, PAIR], 1, {}),
+    "template": ([PAIR], "none", {}),
+    "train_on": ([TALK], "last", {}),
+    "max_tokens": ([PAIR, LONG], 30, {}),
+    "over_long": ([PAIR, LONG], "truncate", {"max_tokens": 30}),
+    "on_bad_row": ([PAIR, {"x": 1}], "skip", {}),
+    "split": ("folder", "test", {}),
+}
+"""Setting -> rows or a file, a value that is not the default, and what must be set beside."""
+
+OF_HUB = {"subset": "en", "revision": "v1"}
+
+
+def seen(source: Any, **settings: Any) -> Any:
+    try:
+        made = prepare(source, kit.tokenizer_of(kit.CHATML), DataSettings(**settings))
+    except Exception as error:
+        return str(error)
+    return [(row.tokens, row.trained) for row in made.rows]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "paragraphs.txt").write_text("one\ntwo\n\nthree\n")
+    (tmp_path / "folder").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "folder" / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.usefixtures("files")
+def test_a_setting_of_data_changes_the_rows(name: str) -> None:
+    source, value, beside = DATA[name]
+    assert getattr(DataSettings(), name) != value
+    assert seen(source, **beside) != seen(source, **beside, **{name: value})
+    assert seen(source, **beside) == seen(source, **beside)
+
+
+@pytest.mark.parametrize("name", OF_HUB)
+def test_a_setting_of_the_hub_reaches_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(*words: Any, **more: Any) -> Any:
+        asked.append((words, more))
+        return datasets.Dataset.from_list([{"text": "a"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: ["train"])
+    seen("owner/name")
+    seen("owner/name", **{name: OF_HUB[name]})
+    assert asked[0] != asked[1]
+
+
+def test_rows_are_held_out_by_fraction_and_seed() -> None:
+    rows = prepare(
+        [{"text": f"row {n}"} for n in range(50)], kit.tokenizer_of(None), DataSettings()
+    ).rows
+
+    def held(**settings: Any) -> list[int]:
+        chosen = DataSettings(**settings)
+        return [row.id for row in split(rows, chosen.val_fraction, chosen.seed)[1]]
+
+    assert held() == []
+    assert held(val_fraction=0.3) != held(val_fraction=0.6)
+    assert held(val_fraction=0.3) != held(val_fraction=0.3, seed=1)
+
+
+def test_no_setting_of_data_is_left_out() -> None:
+    elsewhere = {"val_fraction", "seed"}  # above
+    elsewhere |= {"packing"}  # tests/train: packed and padded batches
+    assert set(DATA) | set(OF_HUB) | elsewhere == set(DataSettings.model_fields)
+
+
+# --- techniques -------------------------------------------------------------------------------------------------
+
+TECHNIQUE: dict[str, dict[str, Any]] = {
+    "lora": {
+        "rank": 2, "alpha": 4.0, "dropout": 0.5, "rslora": True, "loraplus_ratio": 16.0, "target": ("q_proj",),
+        "exclude": ("q_proj",), "layers": "0", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2.0},
+        "modules_to_save": ("lm_head",),
+    },
+    "full": {"layers": "0", "target": ("q_proj",), "exclude": ("q_proj",)},
+}  # fmt: skip
+
+
+def trained(kind: type[Any], **settings: Any) -> Any:
+    """What a technique makes of a model: names, shapes, learning rates, and the gradient of a first step."""
+    model = battery.build("llama")
+    beside = {"rank": 4} if "rank" in kind.model_fields else {}
+    edit = apply(model, [kind(**(beside | settings))])
+    torch.manual_seed(0)
+    model.train()
+    model(torch.arange(6)[None]).logits.square().sum().backward()
+    parts = edit.trainable()
+    return {
+        name: (tuple(tensor.shape), edit.lr_scales()[name], float(tensor.grad.abs().sum()))
+        for name, tensor in parts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [(key, name) for key in TECHNIQUE for name in TECHNIQUE[key]]
+)
+def test_a_setting_of_a_technique_changes_what_trains(key: str, name: str) -> None:
+    value = TECHNIQUE[key][name]
+    assert trained(TECHNIQUES[key]) != trained(TECHNIQUES[key], **{name: value})
+
+
+def test_no_setting_of_a_technique_is_left_out() -> None:
+    assert {key: set(values) for key, values in TECHNIQUE.items()} == {
+        key: set(kind.model_fields) for key, kind in TECHNIQUES.items()
+    }
+
+
+# --- answers and scores -----------------------------------------------------------------------------------------
+
+ANSWERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "max_new_tokens": (3, {}),
+    "temperature": (0.9, {}),
+    "top_p": (0.2, {"temperature": 2.0}),
+    "top_k": (2, {"temperature": 2.0}),
+    "seed": (1, {"temperature": 2.0}),
+    "system": ("be brief", {}),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_setting_of_answers_changes_them(name: str) -> None:
+    value, beside = ANSWERS[name]
+    model, tokenizer = tiny_llama(), byte_tokenizer()
+    asked = [[{"role": "user", "content": "hello"}]]
+
+    def answers(**settings: Any) -> Any:
+        chosen = GenerateSettings(**({"max_new_tokens": 8} | beside | settings))
+        return [answer.tokens for answer in generate(model, tokenizer, asked, chosen)]
+
+    assert answers() != answers(**{name: value})
+
+
+def test_a_stop_text_ends_an_answer_and_batches_are_as_large_as_they_are_said(
+    monkeypatch: Any,
+) -> None:
+    model, tokenizer, sizes = tiny_llama(), byte_tokenizer(), []
+    whole = generating._Job.run
+    monkeypatch.setattr(
+        generating._Job,
+        "run",
+        lambda job, budget: sizes.append(len(job.rows)) or whole(job, budget),
+    )
+    few = GenerateSettings(max_new_tokens=8)
+    [answer] = generate(model, tokenizer, ["hello"], few)
+    stop = next(letter for letter in answer.text if letter.isascii() and letter.isprintable())
+    [cut] = generate(model, tokenizer, ["hello"], few.model_copy(update={"stop": (stop,)}))
+    assert cut.text == answer.text.partition(stop)[0]
+    generate(model, tokenizer, ["a"] * 5, few.model_copy(update={"batch_rows": 2}))
+    assert sizes == [1, 1, 2, 2, 1]
+
+
+def test_no_setting_of_answers_is_left_out() -> None:
+    assert {*ANSWERS, "stop", "batch_rows"} == set(GenerateSettings.model_fields)
+
+
+SCORES: dict[str, Any] = {
+    "generate": False,
+    "max_rows": 1,
+    "choices": ("{}", "no"),
+    "fields": ("a",),
+    "answers": GenerateSettings(max_new_tokens=1),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_setting_of_scores_changes_them(name: str) -> None:
+    rows = [{"prompt": "q", "completion": '{"a": 1}'}, {"prompt": "r", "completion": "no"}]
+    if name == "choices":
+        rows = rows[1:]
+
+    def scored(**settings: Any) -> Any:
+        chosen = EvalSettings(**({"answers": GenerateSettings(max_new_tokens=4)} | settings))
+        made = evaluate(tiny_llama(), byte_tokenizer(), rows, chosen)
+        return made.summary() if name != "answers" else [row["completion"] for row in made.rows]
+
+    assert scored() != scored(**{name: SCORES[name]})
+
+
+def test_no_setting_of_scores_is_left_out() -> None:
+    elsewhere = {"batch_rows"}  # tests/evaluate: the losses do not depend on it, by promise
+    assert set(SCORES) | elsewhere == set(EvalSettings.model_fields)
+
+
+def test_a_system_prompt_that_would_do_nothing_is_refused() -> None:
+    model, tokenizer = tiny_llama(), byte_tokenizer()
+    told = GenerateSettings(max_new_tokens=1, system="be brief")
+    for prompt in ("a text", [1, 2, 3]):
+        with pytest.raises(ConfigError, match="a system prompt has no place before a text"):
+            generate(model, tokenizer, [prompt], told)
+    with pytest.raises(ConfigError, match=r"eval\.answers\.system changes nothing"):
+        evaluate(model, tokenizer, [{"prompt": "a", "completion": "b"}], EvalSettings(answers=told))
