@@ -116,6 +116,8 @@ class Job:
         self.total_steps = plan.total_steps(self.settings, rows)
         self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
+        # What the settings cannot make is refused before a run that is there is removed.
+        plan.optimiser_of(self.edit, self.settings, self.options.seams)
         with folder.claimed(
             self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
         ):
