@@ -23,11 +23,11 @@ BEFORE_CONFIG = ("data.json", "environment.json")
 """Written before config.yaml: a folder with these alone is that of a run that was killed as it began."""
 OF_A_RUN = frozenset(
     (
-        *BEFORE_CONFIG, CONFIG, "start.json", "result.json", "metrics.jsonl", "loss.png", "demo.png",
+        *BEFORE_CONFIG, CONFIG, "start.json", "result.json", "metrics.jsonl", "loss.png",
         "adapter", "model", "checkpoints", "nan", "tensorboard",
     )
 )  # fmt: skip
-"""All that a run writes into its folder (and the demo beside it): nothing else is ever removed."""
+"""All that a run writes into its folder: nothing else is ever removed."""
 PACKAGES = ("afina", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets")
 
 
