@@ -134,7 +134,7 @@ def _plot(out: Path, before: Any, after: Any) -> Path:
     bars = right.bar(("before", "after"), scores, color=("#c9c9c9", "#1f4e79"))
     right.bar_label(bars, fmt="%.2f")
     right.set(ylim=(0, 1.08), ylabel="exact match, unseen wordings")
-    path = out / "demo.png"
+    path = out.parent / "demo.png"
     figure.savefig(path, dpi=120)
     return path
 

@@ -252,7 +252,7 @@ def test_overwriting_removes_last_what_shows_that_it_is_a_run(
     """Killed in the middle of `--overwrite`, it can be said again."""
     out = tmp_path / "run"
     (out / "checkpoints/step-000002").mkdir(parents=True)
-    for name in ("config.yaml", "metrics.jsonl"):
+    for name in ("config.yaml", "data.json", "metrics.jsonl"):
         (out / name).write_text("")
 
     def die(path: Any, *rest: Any, **more: Any) -> None:
@@ -266,7 +266,7 @@ def test_overwriting_removes_last_what_shows_that_it_is_a_run(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine").write_text("x")
-    (out / "link").symlink_to(elsewhere)  # as of somebody who keeps his checkpoints on another disk
+    (out / "nan").symlink_to(elsewhere)  # as of somebody who keeps his checkpoints on another disk
     with folder.claimed(out, resume=False, overwrite=True):
         assert [path.name for path in out.iterdir()] == [".lock"]
     assert (elsewhere / "mine").exists()

@@ -159,6 +159,32 @@ def test_a_used_folder_is_not_overwritten_unless_told(tmp_path: Path) -> None:
     assert (foreign / "one.png").exists()
 
 
+def test_overwriting_takes_nothing_that_is_not_the_runs(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", steps=1)
+    (first.folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match=r"not a run[\s\S]*notes.txt"):
+        run(tmp_path / "run", steps=1, options={"overwrite": True})
+    assert (first.folder / "notes.txt").read_text() == "mine"
+    assert weights(first)
+    project = tmp_path / "project"
+    (project / "model").mkdir(parents=True)
+    (project / "config.yaml").write_text("model: model\n")
+    with pytest.raises(RunError, match="not a run"):
+        run(project, steps=1, options={"overwrite": True})
+    assert (project / "model").is_dir()
+
+
+def test_a_mistake_known_beforehand_costs_no_earlier_run(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", steps=1)
+    kept = weights(first)
+    with pytest.raises(ConfigError, match="no such optimiser"):
+        run(tmp_path / "run", steps=1, optimizer="foo", options={"overwrite": True})
+    assert same(kept, weights(first))
+    with pytest.raises(ConfigError, match="no such optimiser"):
+        run(tmp_path / "new", steps=1, optimizer="foo")
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_best_scored_weights_are_kept_and_the_run_stops_when_told(tmp_path: Path) -> None:
     """A rate so high that the loss rises after the first evaluation."""
     found = run(

@@ -21,6 +21,13 @@ CONFIG = "config.yaml"
 LOCK = ".lock"
 BEFORE_CONFIG = ("data.json", "environment.json")
 """Written before config.yaml: a folder with these alone is that of a run that was killed as it began."""
+OF_A_RUN = frozenset(
+    (
+        *BEFORE_CONFIG, CONFIG, "start.json", "result.json", "metrics.jsonl", "loss.png",
+        "adapter", "model", "checkpoints", "nan", "tensorboard",
+    )
+)  # fmt: skip
+"""All that a run writes into its folder: nothing else is ever removed."""
 PACKAGES = ("afina", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets")
 
 
@@ -44,11 +51,13 @@ def refuse_used(out: Path, *, resume: bool, overwrite: bool) -> None:
             got=out,
             cure="name a new folder, or say --overwrite (the run in it is lost) or --resume",
         )
-    if not (out / CONFIG).exists():
+    foreign = sorted(path.name for path in _contents(out) if path.name not in OF_A_RUN)
+    # A run.yaml that somebody wrote may be called config.yaml too; a run has written more.
+    if foreign or not (out / CONFIG).exists() or not (out / BEFORE_CONFIG[0]).exists():
         raise RunError(
             "the output folder holds something that is not a run, so it is not overwritten",
-            got=out,
-            cure="name a new folder",
+            got=f"{out} with {', '.join(foreign[:4])}" if foreign else out,
+            cure="move it away, or name a new folder" if foreign else "name a new folder",
         )
 
 
@@ -123,7 +132,10 @@ def claimed(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
 
 def _empty(out: Path) -> None:
     """Removes a run; what shows that it is one goes last, so that an interrupted removal can be said again."""
-    for path in sorted(_contents(out), key=lambda path: path.name == CONFIG):
+    last = (CONFIG, *BEFORE_CONFIG)
+    for path in sorted(
+        _contents(out), key=lambda path: last.index(path.name) + 1 if path.name in last else 0
+    ):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

@@ -116,6 +116,8 @@ class Job:
         self.total_steps = plan.total_steps(self.settings, rows)
         self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
+        # What the settings cannot make is refused before a run that is there is removed.
+        self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
         with folder.claimed(
             self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
         ):
@@ -152,7 +154,6 @@ class Job:
                     say.say("the run was stopped before its first step, and begins now")
                 counts = {"train": len(given.rows), "validation": len(given.val_rows)}
                 record.write(self.out, given.resolved, given.reports, counts, self._machine())
-                self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
                 return self._train(given, now, (), say)
             changes = resume.compare(start.state, now, allow=options.allow_changes, say=say)
             done = resume.finished(self.out, start.state, now, changes)
@@ -170,7 +171,6 @@ class Job:
     ) -> State:
         """Gives model and optimiser the values of a checkpoint; returns the state of the rest of the run."""
         state = resume.going_on(self.out, start.state, now, changes, say)
-        self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
         if start.folder is None:
             say.say("the run was stopped before its first checkpoint, and begins again")
             return state
@@ -180,6 +180,9 @@ class Job:
                 "warning: another optimiser cannot take the state of the old one: it starts anew"
             )
         checkpoint.restore(start.folder, self.edit, None if renamed else self.optimiser)
+        if renamed:
+            # Its fp32 masters of half-precision weights are of the weights that were just restored.
+            self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
         checkpoint.point(self.out, start.folder)
         (self.out / result.FILE).unlink(missing_ok=True)
         seen = f"{counted(state.rows_seen, 'row')} seen"
