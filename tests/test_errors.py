@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import afina
-from afina.errors import counted
+from afina.errors import counted, sized
 
 
 def sentences() -> list[tuple[str, str]]:
@@ -32,3 +32,13 @@ def test_errors_begin_in_lower_case() -> None:
 
 def test_one_thing_is_singular() -> None:
     assert [counted(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+
+
+def test_bytes_are_said_as_people_say_them() -> None:
+    assert [sized(n) for n in (0, 1023, 1536, 5 * 2**20, 3 * 2**40)] == [
+        "0 bytes",
+        "1,023 bytes",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3,072.0 GiB",
+    ]

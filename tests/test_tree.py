@@ -245,8 +245,10 @@ def test_blocks_that_differ_have_lines_of_their_own() -> None:
     assert labels == ["part", "m.0", "m.1..2 (each)", "n.0", "all"]
 
 
-def test_notes_stand_below_the_table() -> None:
+def test_warnings_and_notes_stand_below_the_table() -> None:
     edit = apply(battery.build("mixtral"), [LoRA(rank=2)])
-    (note,) = [line for line in edit.summary().splitlines() if line.startswith("note: ")]
-    assert "2 groups of fused experts" in note
-    assert seams.expert_modules(edit.model)[0] in note
+    edit.notes.append("and so on")
+    warning, note = edit.summary().splitlines()[-2:]
+    assert warning.startswith("warning: 2 groups of fused experts")
+    assert seams.expert_modules(edit.model)[0] in warning
+    assert note == "note: and so on"

@@ -88,3 +88,12 @@ def nearest(
 def counted(number: int, what: str) -> str:
     """A number of things, in words: "1 row", "2 rows"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def sized(size_bytes: float) -> str:
+    """Bytes as people say them: "512 bytes", "1.5 MiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024 or unit == "GiB":
+            break
+        size_bytes /= 1024
+    return f"{size_bytes:,.0f} {unit}" if unit == "bytes" else f"{size_bytes:,.1f} {unit}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -171,3 +172,60 @@ def test_odd_names_are_names(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", "--metrics", "loss", "--json", "-", *HERE, "--", "model", "-dash ação.jsonl"]
     assert cli.main(words) == 0
     assert json.loads(capsys.readouterr().out)["data"] == "-dash ação.jsonl"
+
+
+OVER = {
+    "generate": ["generate", "model", "rows.jsonl", "--force", *HERE, "-o"],
+    "eval": ["eval", "model", "rows.jsonl", "--force", *HERE, "--json"],
+    "eval rows": ["eval", "model", "rows.jsonl", "--force", *HERE, "--rows-out"],
+    "check": ["check", "model", "rows.jsonl", "--force", "--json"],
+}
+"""How each verb that writes a file is told to; the file's name comes last."""
+
+
+@pytest.mark.parametrize("verb", OVER)
+def test_force_does_not_replace_what_is_read(
+    verb: str, capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
+    for name in ("rows.jsonl", "./rows.jsonl", "model/config.json"):
+        before = (place / name).read_bytes()
+        assert cli.main([*OVER[verb], name]) == 2
+        assert "would take the place of something that is read" in capsys.readouterr().err
+        assert (place / name).read_bytes() == before
+
+
+def test_answers_in_the_making_do_not_replace_the_prompts(
+    capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
+    prompts = place / "answers.jsonl.part"
+    prompts.write_text("one\n", encoding="utf-8")
+    words = ["generate", "model", prompts.name, "-o", "answers.jsonl", "--force", *HERE]
+    assert cli.main(words) == 2
+    assert "answers.jsonl.part" in capsys.readouterr().err
+    assert prompts.read_text(encoding="utf-8") == "one\n"
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval", "chat"])
+def test_a_model_of_no_numbers_ends_with_a_sentence(
+    verb: str,
+    capsys: pytest.CaptureFixture[str],
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = tiny_llama()
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    save_model(tmp_path / "broken", broken, byte_tokenizer())
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    out, model = tmp_path / "out", str(tmp_path / "broken")
+    words = {
+        "generate": ["generate", model, "rows.jsonl", "-o", str(out)],
+        "eval": ["eval", model, "rows.jsonl", "--json", str(out)],
+        "chat": ["chat", model],
+    }
+    assert cli.main([*words[verb], *HERE]) == 7
+    shown = capsys.readouterr()
+    assert "the model's outputs are not finite numbers" in shown.err
+    assert "earlier checkpoint" in shown.err
+    assert not out.exists()

@@ -262,3 +262,9 @@ def test_an_adapter_to_start_from_is_checked_as_it_is(place: Path, tiny: Path) -
     findings = json.loads((place / "out.json").read_text())["findings"]
     start = next(one for one in findings if one["name"] == "start")["values"]
     assert start["loss"] != pytest.approx(start["base_loss"], abs=1e-3)
+    # How it fits is worth a note, and no reason to be strict.
+    technique = next(one for one in findings if one["name"] == "technique")
+    assert (technique["status"], technique["details"][0]) == (
+        "note",
+        "adapter noise/adapter: applied 28 of 28 tensors",
+    )

@@ -138,3 +138,22 @@ def test_an_output_in_use(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["merge", str(run), "-o", str(tmp_path / "out"), "--overwrite"]) == 2
     assert "it is not a merged model" in capsys.readouterr().err
     assert (tmp_path / "out/letter.txt").read_text() == "dear"
+
+
+def test_the_record_goes_over_nothing_unasked_and_not_into_the_output(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out, mine = save_run(tmp_path / "run", model), tmp_path / "out", tmp_path / "mine.json"
+    mine.write_text("dear")
+    words = ["merge", str(run), "-o", str(out), "--no-verify", "--json"]
+    assert cli.main([*words, str(mine)]) == 2
+    assert "say --overwrite to replace it" in capsys.readouterr().err
+    for inside in (out, out / "scores.json"):
+        assert cli.main([*words, str(inside)]) == 2
+        assert "--json names a place in the output" in capsys.readouterr().err
+    for read in (run / "config.yaml", model / "config.json"):
+        assert cli.main([*words, str(read), "--overwrite"]) == 2
+        assert "something that is read" in capsys.readouterr().err
+    assert not out.exists()
+    assert cli.main([*words, str(mine), "--overwrite"]) == 0
+    assert json.loads(mine.read_text())["verified"] is None

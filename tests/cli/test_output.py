@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from afina.cli.output import refuse_unwritable, write_json, write_text
+from afina.cli.output import refuse_over_inputs, refuse_unwritable, write_json, write_text
 from afina.errors import ConfigError
 
 
@@ -65,3 +65,32 @@ def test_what_cannot_be_written_is_kept(
     with pytest.raises(ConfigError, match="went to the standard output"):
         write_text(path, "olá\n")
     assert capsys.readouterr().out == "olá\n"
+
+
+def test_what_is_read_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "model/config.json", "run/config.yaml", "run/adapter/afina.json"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}", encoding="utf-8")
+    Path("run/scores.json").write_text("{}", encoding="utf-8")
+    Path("link").symlink_to("rows.jsonl")
+    inputs = ("rows.jsonl", "model", "run", None, "owner/name", "-")
+    read = (
+        "./rows.jsonl",
+        "link",
+        "model/config.json",
+        "run/config.yaml",
+        "run/adapter/afina.json",
+    )
+    for output in read:
+        with pytest.raises(ConfigError, match="take the place of something that is read"):
+            refuse_over_inputs([None, "-", output], inputs)
+    # What is new, or lies in the run and is not of it, or is nobody's input, may be written.
+    refuse_over_inputs(["run/scores.json", "model/new.json", os.devnull], inputs)
+    refuse_over_inputs(["rows.jsonl"], ["other.jsonl"])
+
+
+def test_the_way_to_replace_a_file_is_the_verbs_own(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match="or say --overwrite to replace it"):
+        refuse_unwritable(str(tmp_path / "x"), force=False, flag="--overwrite")

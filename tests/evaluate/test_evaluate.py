@@ -17,7 +17,7 @@ from transformers import (
 
 from afina.config import EvalSettings, GenerateSettings
 from afina.data.settings import DataSettings
-from afina.errors import ConfigError, DataError, ModelError
+from afina.errors import ConfigError, DataError, ModelError, RunError
 from afina.evaluate.answers import with_answer
 from afina.evaluate.evaluate import compare, evaluate
 from afina.evaluate.losses import row_losses
@@ -343,3 +343,39 @@ def test_bad_rows_are_skipped_where_that_is_asked(tokenizer):
         tiny_llama(), tokenizer, rows, LOSS_ONLY, data=DataSettings(on_bad_row="skip")
     )
     assert scores.n == 1
+
+
+def test_a_loss_that_is_no_number_is_an_error_that_names_the_row(tokenizer, rows):
+    """ "z" is in the answer of the first row alone, and its embedding is NaN."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer("z")["input_ids"]] = torch.nan
+    said = r"not finite numbers.*\n.*a loss of NaN at rows.jsonl:1, in float64"
+    for settings in (LOSS_ONLY, EvalSettings()):
+        with pytest.raises(RunError, match=said):
+            evaluate(model, tokenizer, rows, settings)
+    assert math.isfinite(evaluate(model, tokenizer, rows[1:], LOSS_ONLY).loss)
+
+
+def test_an_infinite_loss_is_a_token_ruled_out_and_counts(tokenizer, rows):
+    model = tiny_llama()
+    (out,) = tokenizer("z")["input_ids"]
+
+    def rule_out(module, args, logits):
+        logits[..., out] = -torch.inf
+
+    model.lm_head.register_forward_hook(rule_out)
+    assert evaluate(model, tokenizer, rows, LOSS_ONLY).loss == math.inf
+
+
+def test_a_class_of_no_number_is_an_error(tokenizer):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = BertConfig(**sizes, vocab_size=260, num_attention_heads=2, num_labels=2)
+    model = BertForSequenceClassification(config).eval()
+    labelled = [Row((1, 2, 3), (False,) * 3, id=n, label=n % 2) for n in range(3)]
+    assert evaluate(model, tokenizer, labelled, LOSS_ONLY).n == 3
+    with torch.no_grad():
+        model.classifier.weight.fill_(torch.nan)
+    with pytest.raises(RunError, match="a loss of NaN at row 0, in float32"):
+        evaluate(model, tokenizer, labelled, LOSS_ONLY)

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from afina.config import GenerateSettings
-from afina.errors import ConfigError, DataError, ModelError
+from afina.errors import ConfigError, DataError, ModelError, RunError
 from afina.models.generate import encode, evaluating, generate, stream
 from afina.models.sampling import Draw, filtered, seed_of_row
 from afina.models.stops import cut, end_of_turn, held, stop_ids
@@ -350,3 +350,53 @@ def test_what_may_become_a_stop_text_is_held_back(text, stops, expected):
 def test_the_earliest_stop_text_cuts():
     assert cut("one two three", ("three", "two")) == "one "
     assert cut("one", ("two",)) == "one"
+
+
+# --- outputs that are no numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logits_that_are_no_numbers_are_an_error_and_no_answer(tokenizer, rigged, temperature):
+    """After ">" the model says "a", whose embedding is NaN."""
+    follow(rigged, chain(tokenizer, "a", TURN_END))
+    settings = GenerateSettings(temperature=temperature, top_k=1, max_new_tokens=4)
+    kept = {}
+    assert generate(rigged, tokenizer, [">"], settings)[0].text == "a"
+    with torch.no_grad():
+        rigged.model.embed_tokens.weight[ids_of(tokenizer, "a")] = torch.nan
+    said = r"not finite numbers.*\n.*nan after 1 token, in float64\n.*\n.*earlier checkpoint"
+    with pytest.raises(RunError, match=said):
+        generate(rigged, tokenizer, [">"], settings, on_answers=kept.update)
+    with pytest.raises(RunError, match=said):
+        list(stream(rigged, tokenizer, ">", settings))
+    assert kept == {}
+
+
+def test_what_an_ended_row_goes_on_to_say_does_not_count(tokenizer, rigged):
+    """The short answer's row is filled with pads, whose embedding is NaN, until the long one ends."""
+    follow(rigged, chain(tokenizer, "abcdef", TURN_END))
+    with torch.no_grad():
+        rigged.model.embed_tokens.weight[PAD] = torch.nan
+    prompts = [ids_of(tokenizer, "e"), ids_of(tokenizer, ">")]
+    answers = generate(rigged, tokenizer, prompts, GenerateSettings(max_new_tokens=9))
+    assert [answer.text for answer in answers] == ["f", "abcdef"]
+
+
+def test_tokens_that_a_model_rules_out_are_no_fault(tokenizer):
+    """Minus infinity is a logit; fp16 is named as what overflows."""
+    model = tiny_llama()
+    plain = generate(model, tokenizer, ["go"], GenerateSettings(max_new_tokens=3))
+    out = next(token for token in range(256) if token not in plain[0].tokens)
+
+    def rule_out(module, args, logits):
+        logits[..., out] = -torch.inf
+
+    hook = model.lm_head.register_forward_hook(rule_out)
+    assert generate(model, tokenizer, ["go"], GenerateSettings(max_new_tokens=3)) == plain
+    hook.remove()
+    with torch.no_grad():
+        model.half().lm_head.weight.fill_(torch.inf)
+    with pytest.raises(
+        RunError, match=r"in float16\n.*\n.*--dtype fp32 \(in Python dtype='fp32'\)"
+    ):
+        generate(model, tokenizer, ["go"], GenerateSettings(max_new_tokens=3))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.errors import ConfigError
+from afina.optim import optimisers
 from afina.optim.optimisers import Optimiser
 from tests import battery
 
@@ -182,3 +183,25 @@ def test_an_unknown_name_names_the_nearest() -> None:
 def test_what_the_loop_cannot_drive_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.optimizer"):
         Optimiser(tensors(), {}, name, {})
+
+
+@pytest.mark.parametrize("name", sorted(optimisers.kinds()))
+def test_every_optimiser_that_is_offered_moves_a_matrix(name: str) -> None:
+    """With all the options of the settings; Adafactor's two eps are not the one that these have."""
+    own = {"x": tensors()["x"]}
+    before = values(own)
+    run(Optimiser(own, {}, name, OPTIONS), own, range(2))
+    assert not torch.equal(own["x"], before["x"])
+
+
+def test_what_an_optimiser_takes_is_asked_of_it() -> None:
+    found = {n: optimisers.takes(optimisers.kind_of(n), "betas") for n in ("AdamW", "sgd")}
+    assert found == {"AdamW": True, "sgd": False}
+    assert optimisers.takes(optimisers.kind_of("rmsprop"), "eps")
+    assert not optimisers.takes(optimisers.kind_of("adafactor"), "eps")
+
+
+def test_tensors_that_an_optimiser_cannot_train_are_an_error_that_says_so() -> None:
+    with pytest.raises(ConfigError, match="Muon cannot train these tensors") as caught:
+        Optimiser(tensors(), {}, "muon", OPTIONS)
+    assert "adamw" in str(caught.value.cure)

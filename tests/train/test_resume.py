@@ -251,6 +251,23 @@ def test_another_optimiser_starts_anew_and_other_validation_rows_score_anew(tmp_
     assert not [name for name in kept if "exp_avg" in name]
 
 
+def test_another_optimiser_of_half_precision_weights_goes_on_from_those_that_were_saved(
+    tmp_path: Path,
+) -> None:
+    """Its fp32 masters are of the restored weights: a step too small to change a bit leaves exactly these."""
+    half = {"dtype": torch.bfloat16, "initializer_range": 0.05}
+    settings = {"steps": 4, "save_every": 2}
+    killed(tmp_path / "run", 3, Full(), model=tiny_llama(**half), **settings)
+    name = "model/model.safetensors"
+    saved = load_file(tmp_path / "run/checkpoints/step-000002" / name)
+    base = dict(tiny_llama(**half).named_parameters())
+    assert not all(torch.equal(saved[n], base[n]) for n in saved)
+    allow = {"resume": True, "allow_changes": True}
+    changed = {"optimizer": "sgd", "lr": 1e-12, "options": allow}
+    done = run(tmp_path / "run", Full(), model=tiny_llama(**half), **settings, **changed)
+    assert same(load_file(done.folder / name), saved)
+
+
 def test_a_change_that_the_weights_cannot_follow_is_refused_even_when_allowed(
     tmp_path: Path,
 ) -> None:

@@ -20,7 +20,6 @@ from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train import checkpoint, space
 from afina.train.checkpoint import Contents
-from afina.train.durable import in_words
 from afina.train.loop import Seams
 from afina.train.plan import optimiser_of
 from afina.train.state import State
@@ -84,16 +83,6 @@ def test_a_run_that_cannot_fit_is_refused_before_its_first_step_and_before_the_o
     with pytest.raises(RunError, match="too little room"):
         run(tmp_path / "other", steps=1)
     assert not (tmp_path / "other").exists()
-
-
-def test_bytes_are_said_as_people_say_them() -> None:
-    assert [in_words(n) for n in (0, 1023, 1536, 5 * 2**20, 3 * 2**40)] == [
-        "0 bytes",
-        "1,023 bytes",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3,072.0 GiB",
-    ]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -92,17 +92,37 @@ def merge_unchecked(
     offline: bool | None = None,
 ) -> Merged:
     """As `merge`, and the outcome of the check is only in the result and in the files."""
-    settings, out = of_kind(MergeSettings, settings), local(out)
+    settings, out = of_kind(MergeSettings, settings), _place(out)
     target = resolve_run(str(source))
     to_file = out.suffix.lower() == ".gguf"
     _refuse_whole(target, to_file=to_file)
     merge_record.refuse_out(out, overwrite=settings.overwrite)
     wanted = _format(settings.dtype, to_file=to_file)
     folder = _base(target, base, token=token, offline=offline)
+    named = target.base if base is None else base
+    _refuse_inside(out, (folder, local(named), target.adapter))
     job = Job(target, folder, settings, wanted, prompts)
     job.refuse_unusable(to_file=to_file)
     with _beside(out) as place:
         return job.to_gguf(place, out) if to_file else job.to_folder(place, out)
+
+
+def _place(out: str | Path) -> Path:
+    """Where the output goes: a link to a folder is followed, for it is the folder that is replaced."""
+    place = local(out)
+    return place.resolve() if place.is_symlink() and place.is_dir() else place
+
+
+def _refuse_inside(out: Path, sources: Iterable[Path | None]) -> None:
+    """Raises when the output is, or holds, what is merged: to overwrite it would take that away."""
+    for source in sources:
+        if source is not None and exists(source) and source.resolve().is_relative_to(out.resolve()):
+            raise ConfigError(
+                "the output would take the place of what it is made from",
+                got=f"{out}, and {source}",
+                wanted="an output apart from base and adapter",
+                cure="name another output",
+            )
 
 
 def _base(

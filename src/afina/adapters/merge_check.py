@@ -91,7 +91,9 @@ def look(model: Any, tokenizer: Any, texts: Sequence[Text], max_new_tokens: int)
             rows = found[0] if found.dim() == 3 else found
             outputs.append(rows[-POSITIONS:].to("cpu", wide, copy=True))
     answers = None
-    if logits and max_new_tokens and model.can_generate():
+    # Minus infinity alone is a token ruled out; where the largest is not finite there is no answer.
+    sound = all(bool(found.amax(-1).isfinite().all()) for found in outputs)
+    if sound and logits and max_new_tokens and model.can_generate():
         settings = GenerateSettings(max_new_tokens=max_new_tokens)
         prompts = [list(text.prompt[-_room(limit, max_new_tokens) :]) for text in texts]
         answers = tuple(done.text for done in generate(model, tokenizer, prompts, settings))

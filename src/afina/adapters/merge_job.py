@@ -126,7 +126,7 @@ class Job:
         verdict = (
             self._check(lambda: self._load(model), formats[0]) if self.settings.verify else None
         )
-        record = self._record(written, verdict, formats[0])
+        record = self._record(written, verdict, formats[0], merge_record.files_in(model))
         merge_record.write(model, record)
         merge_record.refuse_out(out, overwrite=self.settings.overwrite)  # who came meanwhile stays
         replace_folder(model, out)
@@ -200,7 +200,11 @@ class Job:
         )
 
     def _record(
-        self, written: Written | None, verdict: Verdict | None, dtype: str
+        self,
+        written: Written | None,
+        verdict: Verdict | None,
+        dtype: str,
+        made: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         return merge_record.make(
             base=self.target.base if self.target.adapter else str(self.base),
@@ -208,6 +212,7 @@ class Job:
             dtype=dtype,
             written=written,
             verdict=verdict,
+            files=made,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -15,28 +16,64 @@ from afina.errors import ConfigError
 
 RECORD = "merge.json"
 MARK = "UNVERIFIED.md"
-FORMAT = 1
+FORMAT = 2
+"""2 names the files of the folder; 1 did not."""
 
 WORST = 5
 """Modules whose rounding is listed in reports; the record has all."""
+
+SHOWN = 4
+"""Files that an error names; it counts the others."""
 
 
 def refuse_out(out: Path, *, overwrite: bool) -> None:
     """Checks, changing nothing, that the output may be made.
 
     Raises:
-        ConfigError: it exists and nobody said --overwrite, or it is something that no merge made.
+        ConfigError: it exists and nobody said to overwrite it, or holds something that no merge wrote.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     made = (out / RECORD).is_file() if out.is_dir() else beside(out).is_file()
-    if overwrite and made:
-        return
-    raise ConfigError(
-        "the output exists" if made else "the output exists, and it is not a merged model",
-        got=out,
-        cure="name another, or say --overwrite (what is there is lost)" if made else "name another",
-    )
+    if not (overwrite and made):
+        raise ConfigError(
+            "the output exists" if made else "the output exists, and it is not a merged model",
+            got=out,
+            cure="name another, or overwrite it (what is there is lost): --overwrite, in Python "
+            "MergeSettings(overwrite=True)"
+            if made
+            else "name another",
+        )
+    if out.is_dir():
+        _refuse_foreign(out)
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Raises when a merged model's folder holds a file that the merge did not write."""
+    try:
+        own = json.loads((out / RECORD).read_text(encoding="utf-8"))["files"]
+        own = {RECORD, MARK, *map(str, own)}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            "the output folder does not say which of its files a merge wrote, so it is not overwritten",
+            got=out / RECORD,
+            wanted="a list of files in it, as afina writes it",
+            cure="remove the folder yourself, or name another",
+        ) from None
+    foreign = [name for name in files_in(out) if name not in own]
+    if foreign:
+        more = f", and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
+        raise ConfigError(
+            "the output folder holds something that the merge did not write, so it is not overwritten",
+            got=f"{out} with {', '.join(foreign[:SHOWN])}{more}",
+            cure="move it away, or name another folder",
+        )
+
+
+def files_in(folder: Path) -> list[str]:
+    """Every file in a folder and the folders below it, as seen from there."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def beside(file: Path) -> Path:
@@ -51,8 +88,18 @@ def make(
     dtype: str,
     written: Written | None,
     verdict: Verdict | None,
+    files: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The record's contents: `verified` is true, false, or null when no check was made."""
+    """The record's contents: `verified` is true, false, or null when no check was made.
+
+    Args:
+        base: its name.
+        adapter: its folder; None where a whole model was exported.
+        dtype: of the merged weights.
+        written: how adapter and base met.
+        verdict: of the check.
+        files: what the merge wrote into its folder, which alone may be overwritten; None for a single file.
+    """
     record: dict[str, Any] = {
         "format": FORMAT,
         "afina": version("afina"),
@@ -68,6 +115,8 @@ def make(
         record["notes"] = list(written.notes)
     if verdict is not None:
         record["check"] = asdict(verdict)
+    if files is not None:
+        record["files"] = list(files)
     return _plain(record)
 
 

@@ -46,10 +46,13 @@ def command(
     Takes the command line of `afina train`; a run.yaml or a run's folder may stand in the place of MODEL. Exits with 0
     when nothing is wrong, 1 when there are warnings and --strict was said, 2 on errors.
     """
-    from afina.cli.output import note, refuse_unwritable, write_json
+    from afina.cli.output import note, refuse_over_inputs, refuse_unwritable, write_json
 
     refuse_unwritable(json_file, force=force)
     resolved = _resolved(given)
+    settings = resolved.config
+    read = (given[name] for name in ("model", "config", "init_from", "out"))
+    refuse_over_inputs([json_file], (settings.model, settings.source, settings.val, *read))
     checked = _look(resolved, given, quick=quick)
     _print(checked, show, alone=json_file == "-")
     if json_file is not None:

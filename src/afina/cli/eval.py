@@ -27,7 +27,14 @@ from afina.cli.metrics import (
     refuse_unchosen,
     refuse_unmeasured,
 )
-from afina.cli.output import note, progress, refuse_unwritable, write_json, write_jsonl
+from afina.cli.output import (
+    note,
+    progress,
+    refuse_over_inputs,
+    refuse_unwritable,
+    write_json,
+    write_jsonl,
+)
 from afina.errors import ConfigError, counted
 
 EXAMPLES = (
@@ -85,6 +92,7 @@ def command(
     wanted = parse_metrics(metrics)
     refuse_unwritable(json_file, rows_out, force=force)
     target = resolve_run(name)
+    refuse_over_inputs([json_file, rows_out], (data, target.base, target.adapter, target.run))
     flags = {
         "model": target.base,
         "data.source": data,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from afina.cli.common import resolve_run
-from afina.cli.journal import Journal, key_of
+from afina.cli.journal import SUFFIX, Journal, key_of
 from afina.cli.loading import (
     AllowPartial,
     Device,
@@ -27,7 +27,14 @@ from afina.cli.loading import (
     load_source,
     run_settings,
 )
-from afina.cli.output import is_device, note, progress, refuse_unwritable, write_jsonl
+from afina.cli.output import (
+    is_device,
+    note,
+    progress,
+    refuse_over_inputs,
+    refuse_unwritable,
+    write_jsonl,
+)
 from afina.errors import counted
 
 if TYPE_CHECKING:
@@ -76,6 +83,9 @@ def command(
     from afina.config import GenerateSettings, build
 
     refuse_unwritable(out, force=force)
+    target = resolve_run(name)
+    read = (prompts, target.base, target.adapter, target.run)
+    refuse_over_inputs([out, None if out == "-" else out + SUFFIX], read)
     settings = build(
         GenerateSettings,
         {
@@ -89,7 +99,7 @@ def command(
             "stop": tuple(stop or ()),
         },
     )
-    asked = read_prompts(prompts, columns_of(run_settings(resolve_run(name))))
+    asked = read_prompts(prompts, columns_of(run_settings(target)))
     loaded = load_source(Source(name, dtype, device, revision, token, offline, allow_partial))
     ids = _encoded(loaded, asked, settings, plain=is_plain(loaded, plain))
     settings = settings.model_copy(update={"system": None})  # it is in the prompts now

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from afina.adapters.target import resolve_run
 from afina.cli.loading import Offline, Token, run_settings
-from afina.cli.output import note, refuse_unwritable, write_json
+from afina.cli.output import note, refuse_over_inputs, refuse_unwritable, write_json
+from afina.errors import ConfigError
+from afina.places import local
 
 EXAMPLES = (
     "afina merge runs/calls-001 -o models/calls",
@@ -59,7 +63,8 @@ def command(
     merged model differs by more than rounding explains, or is the base again, the exit status is 6, and the output is
     marked UNVERIFIED.
     """
-    refuse_unwritable(json_file, force=True)
+    refuse_unwritable(json_file, force=overwrite, flag="--overwrite")
+    _refuse_over(json_file, out, name, (prompts, base))
     from afina.adapters.merge import MergeSettings, merge_unchecked, refuse_failed
     from afina.adapters.merge_record import lines
     from afina.problems import build
@@ -90,6 +95,22 @@ def command(
     if json_file is not None:
         write_json(json_file, merged.record)
     refuse_failed(merged)
+
+
+def _refuse_over(json_file: str | None, out: str, name: str, read: Sequence[str | None]) -> None:
+    """Raises for a record that would be written over the merged model, or over what is merged."""
+    if json_file is None or json_file == "-":
+        return
+    target = resolve_run(name)
+    refuse_over_inputs([json_file], (*read, target.base, target.adapter, target.run))
+    place = local(out).resolve()
+    if Path(json_file).resolve().is_relative_to(place):
+        raise ConfigError(
+            "--json names a place in the output",
+            got=json_file,
+            wanted="a file elsewhere",
+            cure="leave --json out: merge.json holds the same",
+        )
 
 
 def _outcome(verified: bool, wanted: bool, out: str) -> str:

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from afina.errors import ConfigError
+from afina.places import exists, local
 
 
-def refuse_unwritable(*paths: str | None, force: bool) -> None:
+def refuse_unwritable(*paths: str | None, force: bool, flag: str = "--force") -> None:
     """Checks, before anything is loaded, that files may be written; "-" and None are no files.
 
+    Args:
+        *paths: as the user names them.
+        force: what is there may be replaced.
+        flag: how the user says so.
+
     Raises:
-        ConfigError: one is a folder, lies where nothing can be made, or exists and nobody said --force; or two of them
+        ConfigError: one is a folder, lies where nothing can be made, or exists and nobody said to replace it; or two
             are the same.
     """
     named = [path for path in paths if path is not None]
@@ -26,19 +32,19 @@ def refuse_unwritable(*paths: str | None, force: bool) -> None:
             raise ConfigError("two outputs are one file", got=path, cure="name two files")
         if path != "-":
             try:
-                _refuse_file(Path(path), force=force)
+                _refuse_file(Path(path), force=force, flag=flag)
             except OSError as error:  # a name too long, a folder that may not be looked into
                 raise unwritable(Path(path), error, "name a file elsewhere") from None
 
 
-def _refuse_file(file: Path, *, force: bool) -> None:
+def _refuse_file(file: Path, *, force: bool, flag: str) -> None:
     if is_device(file):
         return
     if file.is_dir():
         raise ConfigError("the output is a folder", got=file, wanted="the name of a file")
     if file.exists() and not force:
         raise ConfigError(
-            "the output exists", got=file, cure="name another file, or say --force to replace it"
+            "the output exists", got=file, cure=f"name another file, or say {flag} to replace it"
         )
     # Found by making a file: rights alone do not tell (a read-only disk).
     place = next(folder for folder in file.absolute().parents if os.path.lexists(folder))
@@ -49,6 +55,50 @@ def _refuse_file(file: Path, *, force: bool) -> None:
         raise unwritable(
             file, error, f"name a file elsewhere; nothing can be made in {place}"
         ) from None
+
+
+def refuse_over_inputs(outputs: Iterable[str | None], inputs: Iterable[object]) -> None:
+    """Checks that no output takes the place of something that the verb reads, whatever may be replaced.
+
+    A run's folder may get more files; what the run wrote, and all that lies in a model, an adapter or a folder of
+    data, stays.
+
+    Args:
+        outputs: files as the user names them; "-" and None are none.
+        inputs: names of files, folders and models of the hub; None is none.
+
+    Raises:
+        ConfigError: one would.
+    """
+    sources = [local(str(name)) for name in inputs if name is not None]
+    for output in outputs:
+        if output is None or output == "-" or is_device(Path(output)):
+            continue
+        file = Path(output)
+        source = next((one for one in sources if exists(file) and _holds(one, file)), None)
+        if source is not None:
+            raise ConfigError(
+                "the output would take the place of something that is read",
+                got=file if _same(source, file) else f"{file} in {source}",
+                cure="name another file",
+            )
+
+
+def _same(source: Path, file: Path) -> bool:
+    return exists(source) and source.samefile(file)
+
+
+def _holds(source: Path, file: Path) -> bool:
+    """Whether an existing file is an input, or a part of one."""
+    if not exists(source) or _same(source, file):
+        return exists(source)
+    if not file.resolve().is_relative_to(source.resolve()):
+        return False
+    if not (source / "config.yaml").is_file():
+        return True
+    from afina.train.folder import OF_A_RUN  # it needs torch, for which no early error waits
+
+    return file.resolve().relative_to(source.resolve()).parts[0] in OF_A_RUN
 
 
 def unwritable(file: Path, error: OSError, cure: str) -> ConfigError:

@@ -11,6 +11,11 @@ from afina.data.example import Example
 from afina.data.masks import Masked, encode, mask_all, mask_plain
 from afina.data.settings import DataSettings
 from afina.data.templates import Rendered, has_template, render_turns, stop_of
+from afina.data.unwritten import (
+    refuse_shares,
+    refuse_tools_without_template,
+    refuse_unwritten,
+)
 from afina.errors import DataError, counted
 
 T = TypeVar("T")
@@ -125,12 +130,19 @@ def _trained_turns(example: Example, settings: DataSettings) -> tuple[int, ...]:
 
 
 def _rendered(tokenizer: Any, example: Example, settings: DataSettings) -> Rendered:
+    """The row's text and turns, all that the row says being in them."""
+    which, every = _trained_turns(example, settings), settings.train_on == "text"
+    refuse_shares(example, which, every_token=every)
     try:
-        return render_turns(tokenizer, example, _trained_turns(example, settings))
+        rendered = render_turns(tokenizer, example, which)
     except DataError:
-        if settings.train_on != "text":
+        if not every:
             raise
-    return render_turns(tokenizer, example, ())  # every token is a label: no place is needed
+        rendered = render_turns(
+            tokenizer, example, ()
+        )  # every token is a label: no place is needed
+    refuse_unwritten(tokenizer, example, rendered.text)
+    return rendered
 
 
 def _found_by_content(rendered: Sequence[Rendered]) -> tuple[str, ...]:
@@ -191,10 +203,13 @@ def _empty(examples: Sequence[Example]) -> tuple[str, ...]:
 def _plain(
     tokenizer: Any, examples: Sequence[Example], settings: DataSettings, bad: BadRows
 ) -> Draft:
-    # A row of several turns among single ones has no plain form, which `uses_chat` refuses.
-    single = bad.good(
-        examples, lambda one: uses_chat(tokenizer, settings, one), lambda one: one.source
-    )
+    def refuse(one: Example) -> None:
+        uses_chat(
+            tokenizer, settings, one
+        )  # a row of several turns among single ones has no plain form
+        refuse_tools_without_template(one)
+
+    single = bad.good(examples, refuse, lambda one: one.source)
     pairs = [example.plain or ("", "") for example, _ in single]
     found = mask_plain(tokenizer, pairs, [example.source for example, _ in single])
     kept, masked = _sound(single, found, bad)

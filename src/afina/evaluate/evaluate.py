@@ -113,6 +113,7 @@ def evaluate(
         DataError: no rows, nothing to measure, or a right answer that is not among its choices.
         ModelError: labelled rows and no classification head, or no model of Transformers.
         ConfigError: settings of another kind.
+        RunError: the model's outputs are not finite numbers.
     """
     settings, data = of_kind(EvalSettings, settings), of_kind(DataSettings, data)
     check_pair(model, tokenizer)

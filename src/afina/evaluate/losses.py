@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from afina.data.packing import collate
 from afina.errors import ModelError
+from afina.models.finite import not_finite
 from afina.models.forward import to_device, token_losses, trained_logits
 from afina.types import Row
 
@@ -38,6 +39,9 @@ def row_losses(
         rows: prepared rows.
         batch_rows: most rows of one forward pass.
         on_progress: called after each batch with the rows done so far and the number of all.
+
+    Raises:
+        RunError: a loss is NaN. An infinite one is a token that the model rules out, and counts.
     """
     sums = [0.0] * len(rows)
     done = sum(row.trained_tokens == 0 for row in rows)
@@ -47,6 +51,8 @@ def row_losses(
         for numbers in _batches(rows, batch_rows, vocabulary):
             batch = [rows[n] for n in numbers]
             for n, loss in zip(numbers, _batch_losses(model, batch, device), strict=True):
+                if math.isnan(loss):
+                    raise not_finite(model, f"a loss of NaN at {_named(rows[n])}")
                 sums[n] = loss
             done += len(numbers)
             if on_progress is not None:
@@ -61,6 +67,7 @@ def class_scores(
 
     Raises:
         ModelError: the model has no classification head, or fewer classes than the labels need.
+        RunError: a loss is NaN.
     """
     _check_classifies(model, rows)
     # A decoder classifies at its last token and finds it by the padding's id; without one, a row must go alone.
@@ -78,11 +85,19 @@ def class_scores(
             labels_B = torch.tensor([rows[n].label for n in numbers], device=device)
             losses = functional.cross_entropy(logits_BC.float(), labels_B, reduction="none")
             guesses = logits_BC.argmax(dim=-1)
+            if losses.isnan().any():
+                first = rows[numbers[int(losses.isnan().int().argmax())]]
+                raise not_finite(model, f"a loss of NaN at {_named(first)}")
             pairs = zip(losses.tolist(), guesses.tolist(), strict=True)
             scored.update(zip(numbers, pairs, strict=True))
             if on_progress is not None:
                 on_progress(len(scored), len(rows))
     return [scored[n] for n in range(len(rows))]
+
+
+def _named(row: Row) -> str:
+    """Where a row came from, else its number."""
+    return row.source or f"row {row.id}"
 
 
 def _check_classifies(model: Any, rows: Sequence[Row]) -> None:

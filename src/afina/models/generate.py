@@ -23,6 +23,7 @@ from transformers.generation import BaseStreamer
 from afina import seams
 from afina.config import GenerateSettings, of_kind
 from afina.errors import ModelError, counted
+from afina.models.finite import Finite
 from afina.models.forward import context_of
 from afina.models.prompts import Prompt, check_pair, check_prompts, encode
 from afina.models.sampling import Draw
@@ -87,6 +88,7 @@ def generate(
         ModelError: the model does not generate, or a prompt fills its context.
         DataError: a prompt without tokens, or one that is none; a text in place of the list.
         ConfigError: settings of another kind.
+        RunError: the model's logits are not finite; what was answered before is with `on_answers`.
     """
     settings = of_kind(GenerateSettings, settings)
     check_pair(model, tokenizer)
@@ -277,12 +279,14 @@ class _Job:
         pad = self._pad()
         tokens_BT = [[pad] * (width - len(ids)) + list(ids) for ids in self.prompts]
         mask_BT = [[0] * (width - len(ids)) + [1] * len(ids) for ids in self.prompts]
-        drawn = self.settings.temperature > 0
+        choosing = LogitsProcessorList([Finite(self.model, stopper)])
+        if self.settings.temperature > 0:
+            choosing.append(Draw(self.settings, self.rows))
         return self.model.generate(
             torch.tensor(tokens_BT, device=device),
             attention_mask=torch.tensor(mask_BT, device=device),
             generation_config=self._config(budget, pad),
-            logits_processor=LogitsProcessorList([Draw(self.settings, self.rows)] if drawn else []),
+            logits_processor=choosing,
             stopping_criteria=StoppingCriteriaList([stopper]),
             streamer=streamer,
         )

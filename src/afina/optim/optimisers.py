@@ -102,24 +102,48 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _build(
-    groups: list[dict[str, Any]], name: str, options: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    known = {
-        n.lower(): getattr(torch.optim, n)
-        for n in dir(torch.optim)
-        if inspect.isclass(getattr(torch.optim, n)) and n not in UNUSABLE
-    }
-    chosen = known.get(name.lower())
-    if chosen is None:
+def kinds() -> dict[str, type[torch.optim.Optimizer]]:
+    """The optimisers of torch.optim that the loop can drive, by name in small letters."""
+    found = {n: getattr(torch.optim, n) for n in dir(torch.optim) if n not in UNUSABLE}
+    return {n.lower(): kind for n, kind in found.items() if inspect.isclass(kind)}
+
+
+def kind_of(name: str) -> type[torch.optim.Optimizer]:
+    """The optimiser of this name, however it is spelt in capitals.
+
+    Raises:
+        ConfigError: torch.optim has none that the loop can drive.
+    """
+    known = kinds()
+    if name.lower() not in known:
         raise ConfigError(
             "train.optimizer: torch.optim has no such optimiser that this loop can drive",
             got=repr(name),
             wanted=", ".join(nearest(name.lower(), list(known)) or sorted(known)),
         )
-    accepted = inspect.signature(chosen).parameters
-    given = {key: value for key, value in options.items() if key in accepted}
+    return known[name.lower()]
+
+
+def takes(kind: type[torch.optim.Optimizer], option: str) -> bool:
+    """Whether an optimiser has an option; one of this name that is something else (Adafactor's two eps) is not it."""
+    accepted = inspect.signature(kind).parameters.get(option)
+    return accepted is not None and (option != "eps" or isinstance(accepted.default, float))
+
+
+def _build(
+    groups: list[dict[str, Any]], name: str, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    kind = kind_of(name)
+    given = {key: value for key, value in options.items() if takes(kind, key)}
     devices = {p.device.type for g in groups for p in g["params"]}
-    if "fused" in accepted and devices <= {"cpu", "cuda"}:
+    if takes(kind, "fused") and devices <= {"cpu", "cuda"}:
         given["fused"] = True
-    return chosen(groups, **given)
+    make: Any = kind
+    try:
+        return make(groups, **given)
+    except ValueError as error:  # Muon, for one, moves matrices alone
+        raise ConfigError(
+            f"train.optimizer: {kind.__name__} cannot train these tensors",
+            got=error,
+            cure="take another optimiser, such as adamw",
+        ) from None

@@ -147,9 +147,9 @@ class Case:
         names = " and ".join(one.key for one in self.edit.techniques)
         said = f"{names}: {trainable:,} parameters train ({100 * trainable / count:.3g} %)"
         values = {"trainable": trainable, "tensors": len(self.edit.trainable())}
-        notes = tuple(self.edit.notes)
-        status = "warning" if notes else "ok"
-        return [model, Finding("technique", status, said, details=notes, values=values)]
+        warned, noted = self.edit.warnings, self.edit.notes
+        status = "warning" if warned else "note" if noted else "ok"
+        return [model, Finding("technique", status, said, "", (*warned, *noted), values)]
 
     def _loaded(self) -> Finding:
         """What the model is, or why only its outline could be had."""

@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 from afina.config import TrainSettings
-from afina.errors import AfinaError, counted
+from afina.errors import AfinaError, counted, sized
 from afina.train import folder
-from afina.train.durable import in_words
 from afina.train.preflight import Finding, of_error, skipped
 from afina.train.space import checkpoint_bytes, checkpoints_at_once, weights_bytes
 from afina.tree import Edit
@@ -62,8 +61,8 @@ def disk(
     place = existing(out or Path())
     free = shutil.disk_usage(place).free
     said = (
-        f"about {in_words(need)} at most: {counted(most, 'checkpoint')} of {in_words(each)}, and the result; "
-        f"{in_words(free)} free in {place}"
+        f"about {sized(need)} at most: {counted(most, 'checkpoint')} of {sized(each)}, and the result; "
+        f"{sized(free)} free in {place}"
     )
     values = {"need_bytes": need, "checkpoint_bytes": each, "checkpoints": most, "free_bytes": free}
     if need > free:

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from afina import seams
-from afina.errors import TechniqueError
+from afina.errors import TechniqueError, counted
 from afina.ops.lowrank import low_rank_add
 from afina.tree import Delta, Edit, Side, Technique, match, matches, seed_of
 
@@ -104,8 +104,8 @@ class LoRA(Technique):
                 edit.train_in_place(name, self, undoable=undoable)
         experts = seams.expert_modules(model)
         if experts and "all-linear" in self.target:
-            edit.notes.append(
-                f"{len(experts)} groups of fused experts ({experts[0]}, …) stay frozen: they are tensors "
+            edit.warnings.append(
+                f"{counted(len(experts), 'group')} of fused experts ({experts[0]}, …) stay frozen: they are tensors "
                 "and not linears, which LoRA does not reach yet"
             )
         return edit

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from afina.adapters.files import replace_folder
-from afina.errors import RunError
+from afina.errors import RunError, sized
 
 FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 """How the operating system names a disk, a quota and a size that are used up (ENOSPC, EDQUOT, EFBIG)."""
@@ -129,7 +129,7 @@ def writing(what: str, folder: Path, kept: str = "", *, alone: bool = True) -> I
         if is_full(error):
             raise RunError(
                 f"{what} could not be written: there is no room",
-                got=f"{folder}: {in_words(shutil.disk_usage(folder).free)} free ({error})",
+                got=f"{folder}: {sized(shutil.disk_usage(folder).free)} free ({error})",
                 cure=f"make room and type: afina train --resume -o {folder}{kept}",
             ) from None
         if isinstance(error, OSError) and (alone or _is_of(error, folder)):
@@ -141,12 +141,3 @@ def _is_of(error: OSError, folder: Path) -> bool:
     """Whether an error names a file of the folder."""
     name = error.filename
     return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
-
-
-def in_words(size: float) -> str:
-    """Bytes as people say them: 512 bytes, 1.5 MiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from afina.config import TrainSettings
 from afina.errors import ConfigError, DataError, ModelError, RunError
+from afina.optim import optimisers
+from afina.train import ways
 from afina.tree import Edit
 from afina.types import Row
 
@@ -56,7 +58,8 @@ def refuse_rows(rows: Sequence[Row], val_rows: Sequence[Row]) -> None:
                 f"the {name} rows have a class, and training a classifier is not possible yet",
                 wanted="rows with an answer",
                 cure="read the class as the answer: --set data.format=prompt_completion "
-                "--set data.columns.prompt=text --set data.columns.completion=label",
+                "--set data.columns.prompt=text --set data.columns.completion=label (in Python DataSettings("
+                "format='prompt_completion', columns={'prompt': 'text', 'completion': 'label'}))",
             )
         if part and not any(row.trained_tokens for row in part):
             raise DataError(f"not one token of the {name} rows would be trained")
@@ -64,12 +67,21 @@ def refuse_rows(rows: Sequence[Row], val_rows: Sequence[Row]) -> None:
         raise DataError("there are no rows to train on", got="0 rows")
 
 
-def refuse_idle_settings(settings: TrainSettings, validates: bool) -> None:
-    """Raises when a setting could have no effect.
+def refuse_idle_settings(
+    settings: TrainSettings, validates: bool, measured: Collection[str] | None = None
+) -> None:
+    """Raises when a setting could have no effect, or names what is not there.
+
+    Args:
+        settings: of the training.
+        validates: there are validation rows.
+        measured: names of the scores that validation gives; None when that is not known beforehand.
 
     Raises:
-        ConfigError: for settings of validation without validation rows, or early stopping without evaluations.
+        ConfigError: for settings of validation without validation rows, early stopping without evaluations, a score
+            that is not measured, an optimiser that there is not, or options that it does not take.
     """
+    _refuse_idle_options(settings)
     idle = [
         f"train.{name}"
         for name, used in (
@@ -82,10 +94,52 @@ def refuse_idle_settings(settings: TrainSettings, validates: bool) -> None:
     if idle and not validates:
         raise ConfigError(
             f"{' and '.join(idle)} would do nothing: there are no validation rows",
-            cure="give some: --val FILE, or --set data.val_fraction=0.1",
+            cure="give some: --val FILE (in Python val=…), or --set data.val_fraction=0.1 (in Python "
+            "DataSettings(val_fraction=0.1))",
         )
     if settings.early_stopping is not None and settings.eval_every is None:
         raise ConfigError(
             "train.early_stopping would do nothing: the only evaluation is at the end",
-            cure="say how often to evaluate: train.eval_every=20",
+            cure=f"say how often to evaluate: {ways.setting('eval_every', 20)}",
+        )
+    if validates and measured is not None:
+        refuse_unmeasured(settings.best, measured)
+
+
+BY_THE_LOSS = "leave train.best out: then the loss chooses"
+MEASURED_BY = {
+    "accuracy": "say which answers there are to choose from, in a column `choices` of the rows or for all of them: "
+    "--set 'eval.choices=[yes, no]' (in Python EvalSettings(choices=…) of what RunOptions.evaluate measures)",
+    "exact_match": "give validation rows with a prompt and an answer, and leave eval.generate on (in Python "
+    "RunOptions.evaluate measures it)",
+}
+"""What makes a validation measure a score that it does not."""
+
+
+def refuse_unmeasured(best: str, measured: Collection[str]) -> None:
+    """Raises when the score that chooses the best weights is not among those that are measured.
+
+    Raises:
+        ConfigError: saying what would measure it.
+    """
+    if best not in measured:
+        raise ConfigError(
+            f"train.best is {best}, which this validation does not measure",
+            got=", ".join(measured),
+            wanted=best,
+            cure=f"{MEASURED_BY[best]}; or {BY_THE_LOSS}" if best in MEASURED_BY else BY_THE_LOSS,
+        )
+
+
+def _refuse_idle_options(settings: TrainSettings) -> None:
+    """Raises for an unknown optimiser, and for options that were changed and that it does not take."""
+    kind, default = optimisers.kind_of(settings.optimizer), TrainSettings()
+    for name in ("betas", "eps", "weight_decay"):
+        if getattr(settings, name) == getattr(default, name) or optimisers.takes(kind, name):
+            continue
+        others = [n for n, other in optimisers.kinds().items() if optimisers.takes(other, name)]
+        raise ConfigError(
+            f"train.{name} would do nothing: {kind.__name__} has no such option",
+            got=f"train.{name}={getattr(settings, name)}",
+            cure=f"leave it out, or take an optimiser that has it: {', '.join(others)}",
         )

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from afina.config import TrainSettings
-from afina.errors import RunError
-from afina.train.durable import in_words
+from afina.errors import RunError, sized
 from afina.tree import Edit
 
 STATES = {"sgd": 0, "adagrad": 1, "asgd": 1, "rmsprop": 1, "rprop": 2, "adafactor": 1}
@@ -70,7 +69,7 @@ def refuse_too_little(out: Path, needed: int, one: int) -> None:
     if needed > free + held:
         raise RunError(
             "the disk has too little room for this run's checkpoints",
-            got=f"{in_words(free)} free in {out}",
-            wanted=f"about {in_words(needed - held)} (one checkpoint takes {in_words(one)})",
+            got=f"{sized(free)} free in {out}",
+            wanted=f"about {sized(needed - held)} (one checkpoint takes {sized(one)})",
             cure="make room, name a folder on another disk, or keep fewer: --set train.keep_last=1",
         )

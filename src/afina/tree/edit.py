@@ -24,6 +24,7 @@ class Edit:
         techniques: the values that changed it, in the order in which they acted.
         deltas: attached children by full name (`model.layers.0.self_attn.q_proj.lora`).
         in_place: base tensors trained where they are, by name.
+        warnings: what may be a mistake, such as a part of the model that the techniques do not reach.
         notes: what a user should know about how the techniques met this model.
     """
 
@@ -32,6 +33,7 @@ class Edit:
         self.techniques = tuple(techniques)
         self.deltas: dict[str, Delta] = {}
         self.in_place: dict[str, nn.Parameter] = {}
+        self.warnings: list[str] = []
         self.notes: list[str] = []
         self._owner: dict[str, Technique] = {}
         self._snapshots: dict[str, Tensor] = {}
@@ -265,6 +267,7 @@ class Edit:
         self._attached.extend(other._attached)
         self.deltas.update(other.deltas)
         self.in_place.update(other.in_place)
+        self.warnings.extend(other.warnings)
         self.notes.extend(other.notes)
         self._owner.update(other._owner)
         self._snapshots.update(other._snapshots)
@@ -274,6 +277,7 @@ class Edit:
     def summary(self) -> str:
         """The table of trainable and total parameters, one line a block or group of equal blocks."""
         lines = format_counts(parameter_counts(self.model, self.trainable()))
+        lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
