@@ -70,6 +70,10 @@ def test_a_head_that_does_more_than_its_configuration_says_keeps_its_logits() ->
     model.config.logit_scale = 3.0  # Llama's code knows no such thing
     assert head_of(model) is None
     del model.config.logit_scale
+    hook = model.register_forward_hook(lambda module, args, output: None)
+    assert head_of(model) is None  # a hook of the user's is called with the whole model
+    hook.remove()
+    assert head_of(model) is not None
     apply(model, [LoRA(rank=2, target=("lm_head",))])
     assert head_of(model) is None
 

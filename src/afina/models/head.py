@@ -63,6 +63,9 @@ def head_of(model: nn.Module) -> Head | None:
     trunk = getattr(model, "base_model", None)
     if site.module is None or trunk is None or trunk is model or not _is_plain(site.module):
         return None
+    # Whoever set a hook on the whole model waits for it to be called.
+    if model._forward_hooks or model._forward_pre_hooks:
+        return None
     config = speaker.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     scale = float(scale) / float(getattr(config, "logits_scaling", None) or 1.0)
