@@ -421,7 +421,7 @@ def test_a_folder_of_mixed_files_names_the_odd_ones(tmp_path: Path) -> None:
         prepared(tmp_path)
     found = prepared(tmp_path, on_bad_row="skip").report
     assert (found.read, found.kept) == (3, 2)
-    assert any("2 of 2 data files are read" in note for note in found.notes)
+    assert any("read 2 of 2 data files" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
