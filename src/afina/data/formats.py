@@ -176,7 +176,7 @@ def _why(name: str, kept: Sequence[RawRow], total: int, others: Sequence[str]) -
     elif len(kept) == total:
         all_of = f"all {total} rows have"
     else:
-        all_of = f"{len(kept)} of {total} rows have"
+        all_of = f"{len(kept)} of {total} rows {'has' if len(kept) == 1 else 'have'}"
     why = f"{all_of} {' and '.join(_columns_of(name, kept[0].columns))}"
     return f"{why} (they would also fit {', '.join(others)})" if others else why
 
