@@ -1,4 +1,4 @@
-"""Which scores an evaluation will give: known from its rows and settings, before the model says a word."""
+"""Which scores an evaluation can choose a run's best weights by: known before the model says a word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from afina.types import Row
 
 
 def measured(rows: Sequence[Row], settings: EvalSettings, tokenizer: Any) -> tuple[str, ...]:
-    """The names of the scores that `evaluate` gives for these rows.
+    """Which of loss, exact_match and accuracy `evaluate` gives for these rows.
 
     Args:
         rows: prepared, without classes.
@@ -34,10 +34,9 @@ def measured(rows: Sequence[Row], settings: EvalSettings, tokenizer: Any) -> tup
         if choices:
             right_choice(row, choices, reference)
             chosen = True
-    names = ["loss", "perplexity"]
-    if answered and settings.generate:
-        names += ["exact_match", "json_match", *(f"field:{name}" for name in settings.fields)]
-    return (*names, "accuracy", "accuracy_per_token") if chosen else tuple(names)
+    asked = answered and settings.generate
+    found = {"loss": True, "exact_match": asked, "accuracy": chosen}
+    return tuple(name for name, given in found.items() if given)
 
 
 def refuse_system(settings: EvalSettings) -> None:

@@ -84,10 +84,10 @@ class State:
         best_score: of the best evaluation so far (lower is better), None before the first.
         best_step: its step.
         since_best: evaluations since.
-        unscored: the evaluation due after this step failed, and is still to be made.
         micro_tokens: tokens of a micro-batch, as decided for this machine; None when set by the user.
         machine: what else was decided.
         settings: what must be equal for a resumed run to be the same run, by dotted name or in words.
+        unscored: the evaluation due after this step failed, and is still to be made.
     """
 
     step: int
@@ -98,10 +98,10 @@ class State:
     best_score: float | None = None
     best_step: int | None = None
     since_best: int = 0
-    unscored: bool = False
     micro_tokens: int | None = None
     machine: Machine | None = None
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    unscored: bool = False
 
 
 @dataclass(frozen=True)
