@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -237,3 +238,21 @@ def of_kind(kind: type[T], given: T | None) -> T:
             f"these are no {kind.__name__}", got=repr(given)[:80], wanted=kind.__name__, cure=cure
         )
     return given
+
+
+def name_of(given: Any, what: str, wanted: str) -> str:
+    """The name of a file, a folder or a model, as a text.
+
+    Args:
+        given: a text or a path.
+        what: it is the name of.
+        wanted: what it may be the name of.
+
+    Raises:
+        ConfigError: something else, or an empty text.
+    """
+    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not name.strip():
+        shown = repr(given) if isinstance(given, (str, bytes, int, float)) else type(given).__name__
+        raise ConfigError(f"{what} needs a name", got=shown[:80], wanted=wanted)
+    return name

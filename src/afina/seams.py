@@ -15,11 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
-from afina.errors import TechniqueError
+from afina.errors import ModelError, TechniqueError
 
 MapKind = Literal["linear", "conv1d", "embedding"]
 
@@ -71,6 +71,23 @@ class HeadSite:
     name: str | None
     module: nn.Module | None
     tied: bool
+
+
+def require_model(model: Any) -> None:
+    """Raises for what is no model, such as the pair that `afina.load` gives.
+
+    Raises:
+        ModelError: see above.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "this is no model",
+            got=type(model).__name__,
+            wanted="a model of Transformers",
+            cure="take the pair apart: model, tokenizer = afina.load(NAME)"
+            if isinstance(model, tuple)
+            else "model, tokenizer = afina.load(NAME)",
+        )
 
 
 def holders(model: nn.Module) -> list[str]:

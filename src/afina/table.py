@@ -5,11 +5,12 @@ Adding a technique is one file, one line here, one row in the battery and one pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from afina.errors import TechniqueError
+from afina.seams import require_model
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.tree import Edit, Technique, freeze
@@ -35,10 +36,11 @@ def check(techniques: Sequence[Technique]) -> list[Technique]:
     Raises:
         TechniqueError: when one is no technique, one is given twice, or two clash.
     """
-    if isinstance(techniques, Technique) or not all(isinstance(t, Technique) for t in techniques):
+    listed = isinstance(techniques, Iterable) and not isinstance(techniques, Technique | str)
+    if not listed or not all(isinstance(t, Technique) for t in techniques):
         raise TechniqueError(
             "this is not a list of techniques",
-            got=repr(techniques),
+            got=repr(techniques)[:200],
             wanted="values such as [afina.LoRA(rank=16)]",
         )
     keys = [t.key for t in techniques]
@@ -69,7 +71,9 @@ def apply(
 
     Raises:
         TechniqueError: when a technique does not fit the model; the model is then as it was.
+        ModelError: for what is no model.
     """
+    require_model(model)
     with Edit(model, check(techniques)).whole() as edit:
         edit.on_undo(freeze(model))
         for technique in edit.techniques:

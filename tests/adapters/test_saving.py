@@ -159,7 +159,7 @@ def test_what_is_not_finite_is_not_written(value: float, tmp_path: Path) -> None
     edit = trained()
     with torch.no_grad():
         edit.trainable()["model.layers.1.mlp.up_proj.lora.b"][3, 1] = value
-    with pytest.raises(AdapterError, match=r"NaN or infinity in 1 of its 28 tensors") as caught:
+    with pytest.raises(AdapterError, match=r"NaN or infinity in 1 of 28 tensors") as caught:
         files.save(edit, tmp_path / "a", base="tiny")
     assert "layers.1.mlp.up_proj.lora_B" in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -234,3 +234,26 @@ def test_an_error_ends_a_message_in_a_terminal_and_the_verb_in_a_pipe(
     assert [turn["content"] for turn in one.turns["tuned"]] == ["a", "fine", "b", "fine"]
     with pytest.raises(ModelError):
         piped("too long\n", monkeypatch, one)
+
+
+def test_a_conversation_that_fills_the_context_is_to_be_reset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 256 tokens; each turn takes its marks and its text."""
+    tokenizer = byte_tokenizer()
+    base = save_model(tmp_path / "m", says(tokenizer, "ok"), tokenizer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a" * 150 + "\n" + "b" * 150 + "\n"))
+    assert cli.main(["chat", str(base), *HERE]) == 4
+    shown = capsys.readouterr()
+    assert shown.out == "ok\n"
+    assert "the conversation fills the model's whole context" in shown.err
+    assert "cure:   /reset forgets the conversation" in shown.err
+    # What helps then helps, and one message alone that is too long is not blamed on those before it.
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("a" * 150 + "\n/reset\n" + "b" * 150 + "\n/reset\n" + "c" * 300)
+    )
+    assert cli.main(["chat", str(base), *HERE]) == 4
+    shown = capsys.readouterr()
+    assert shown.out == "ok\n(forgotten)\nok\n(forgotten)\n"
+    assert "the prompt fills the model's whole context" in shown.err
+    assert "shorten the prompt" in shown.err

@@ -215,6 +215,16 @@ def test_rows_are_shown_with_marks_where_there_is_no_colour(
     assert "\033[" not in said
 
 
+def test_where_there_are_no_rows_no_marks_are_explained(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "tiny", "none.jsonl", "--quick", "--show", "2"]) == 2
+    said = capsys.readouterr().out
+    assert said.endswith("there are no rows to show\n")
+    assert "[[" not in said
+    assert main([*SOUND, "--quick", "--show", "-1"]) == 2
+
+
 def test_rows_are_shown_in_colour_in_a_terminal(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +244,7 @@ def test_skipped_rows_are_counted_and_listed(
     said = capsys.readouterr().out
     assert "24 of 25 rows kept" in said
     assert "rows.jsonl:25" in said
+    assert "do: correct the rows that cannot be used\n" in said
     assert main([*SOUND, "--quick"]) == 2
 
 

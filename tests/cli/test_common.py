@@ -80,10 +80,24 @@ def test_a_base_that_is_nowhere_is_said_with_the_run(
     with pytest.raises(ModelError, match="the base of r, 'models/of/m', is not found from") as got:
         load_source(Source("r", device="cpu"))
     assert f"no such folder in {tmp_path}" in str(got.value)
-    assert (
-        "cure:   work in the folder that holds models/of/m, or correct config.yaml: model"
-        in str(got.value)
+    settings = Path("r", "config.yaml")
+    assert got.value.cure == (
+        f"work in the folder that holds models/of/m, or correct model in {settings}"
     )
+
+
+def test_a_base_that_is_gone_from_its_own_place_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    adapter(tmp_path / "a", base_model_name_or_path=str(gone))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="is not found from here") as got:
+        load_source(Source("a", device="cpu"))
+    settings = Path("a", "adapter_config.json")
+    correct = f"or correct base_model_name_or_path in {settings}"
+    assert got.value.cure == f"put the model back there, {correct}"
+    assert got.value.got == "no such file or folder"
 
 
 @pytest.mark.parametrize("within", ["adapter", "checkpoints/step-000002/adapter"])

@@ -311,12 +311,63 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|far|>"]})
     base = save_model(tmp_path / "m", tiny_llama(), tokenizer)
     loaded, tokenizer = afina.load(base, dtype="fp32", device="cpu")
-    for ask in (
-        afina.generate,
-        lambda *given: next(generating.stream(given[0], given[1], given[2][0])),
+    for ask, name in (
+        (afina.generate, "prompt 1"),
+        (lambda *given: next(generating.stream(given[0], given[1], given[2][0])), "the prompt"),
     ):
         with pytest.raises(
-            ModelError, match=r"prompt 1 has a token that the model has no embedding for"
+            ModelError, match=rf"{name} has a token that the model has no embedding for"
         ) as caught:
             ask(loaded, tokenizer, ["a<|far|>"])
-        assert "'<|far|>' (id 260)" in str(caught.value)
+        assert caught.value.got == "'<|far|>', id 260"
+    with pytest.raises(ModelError, match="prompt 2 has a token") as caught:
+        afina.generate(loaded, tokenizer, ["a", [1, -1]])
+    assert (caught.value.got, caught.value.wanted) == ("id -1", "ids from 0 to 259")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "place", "says"),
+    [
+        ("p.txt", ["a", "", "x" * 300], "p.txt:3", "fills the model's whole context"),
+        ("p.jsonl", [{"prompt": "a"}, {"prompt": "x" * 300}], "p.jsonl:2", "fills the model's"),
+        ("p.jsonl", [{"prompt": "a"}, {"prompt": "b<|far|>"}], "p.jsonl:2", "no embedding for"),
+    ],
+)
+def test_a_prompt_that_cannot_be_answered_is_named_by_file_and_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    rows: list[Any],
+    place: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|far|>"]})
+    small = tiny_llama(hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    save_model(Path("m"), small, tokenizer)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    Path(name).write_text("\n".join(lines), encoding="utf-8")
+    assert cli.main(["generate", "m", name, "-o", "out.jsonl", *HERE]) == 4
+    said = capsys.readouterr().err
+    assert f"the prompt at {place} " in said
+    assert says in said
+    assert [path.name for path in tmp_path.glob("out*")] == []
+
+
+def test_a_prompt_that_the_template_refuses_is_named_by_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    small = tiny_llama(hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    save_model(Path("m"), small, tokenizer)
+    rows = [{"prompt": "a"}, {"prompt": "b", "system": "s"}]
+    Path("p.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert cli.main(["generate", "m", "p.jsonl", "-o", "-", *HERE]) == 4
+    assert "error: p.jsonl:2: the chat template refuses these messages" in capsys.readouterr().err

@@ -115,12 +115,13 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(verb: ModuleType) -> None
         cli.main(["probe"])
 
 
-def test_an_interrupt_is_130(verb: ModuleType) -> None:
+def test_an_interrupt_is_130(verb: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
         raise KeyboardInterrupt
 
     verb.command = command  # type: ignore[attr-defined]
     assert cli.main(["probe"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_an_interrupt_while_importing_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,16 @@ def test_over_long_error_names_the_row() -> None:
     short, long = lengths(SHORT, LONG)
     with pytest.raises(DataError, match="row:2: row longer than max_tokens") as caught:
         ready(SHORT, LONG, max_tokens=short, over_long="error")
-    assert f"data.max_tokens={long}" in str(caught.value)
+    assert caught.value.cure == f"data.over_long=drop or truncate: the model reads {short} tokens"
+    for readable in (long, None):
+        with pytest.raises(DataError, match="row:2: row longer than max_tokens") as caught:
+            prepare(
+                [SHORT, LONG],
+                tokenizer_of(kit.MISTRAL),
+                DataSettings(max_tokens=short, over_long="error"),
+                max_tokens=readable,
+            )
+        assert caught.value.cure == f"data.max_tokens={long}, or data.over_long=drop or truncate"
 
 
 def test_a_truncated_row_keeps_the_labels_it_has_left() -> None:
@@ -109,8 +118,27 @@ def test_none_left_is_an_error_with_the_counts() -> None:
         ready(alone, alone)
     assert "2 of 2 rows dropped: no trained token" in str(caught.value)
     with pytest.raises(DataError, match="no row is left") as caught:
-        ready(SHORT, max_tokens=3)
-    assert f"the longest row has {lengths(SHORT)[0]}" in str(caught.value)
+        ready({"text": ""}, chat=None)
+    assert caught.value.cure == "give the rows a text"
+
+
+def test_none_left_for_their_length_says_what_the_model_reads() -> None:
+    def cure(readable: int | None, **settings: Any) -> str | None:
+        with pytest.raises(DataError, match="no row is left") as caught:
+            prepare(
+                [SHORT], tokenizer_of(kit.MISTRAL), DataSettings(**settings), max_tokens=readable
+            )
+        return caught.value.cure
+
+    [short] = lengths(SHORT)
+    longest = f"(the longest row has {short}), or shorten the rows"
+    assert cure(None, max_tokens=3) == f"data.max_tokens={short} {longest}"
+    assert cure(99, max_tokens=3) == f"data.max_tokens={short} {longest}"
+    assert cure(5, max_tokens=3) == f"data.max_tokens=5 {longest}"
+    assert cure(3) == (
+        "shorten the rows: the model reads 3 tokens, or cut them: data.over_long=truncate"
+    )
+    assert cure(2, over_long="truncate") == "shorten their prompts: the model reads 2 tokens"
 
 
 def test_the_limit_is_the_smaller_and_must_fit_the_model() -> None:

@@ -199,6 +199,38 @@ def test_a_stated_format_is_held_to() -> None:
         examples(row, format="alpaca")
 
 
+OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another format": (
+        {"prompt": "a", "completion": "b"}, {"format": "alpaca"},
+        "data.format=prompt_completion, or leave data.format out"),
+    "another format of chats": (
+        {"conversations": [{"from": "human", "value": "Hi"}]}, {"format": "messages"},
+        "data.format=sharegpt, or leave data.format out"),
+    "columns for it": (
+        {"text": "a", "class": "b"}, {"format": "text_label"}, "--set 'data.columns={label: class}'"),
+    "no columns for it": ({"question": "a", "answer": "b"}, {"format": "alpaca"}, "leave data.format out"),
+    "mapped beside what is there": (
+        {"prompt": "a", "completion": "b", "x": "c"}, {"columns": {"label": "x"}}, "leave data.columns out"),
+    "mapped in part": (
+        {"question": "a", "answer": "b"}, {"columns": {"prompt": "question"}},
+        "--set 'data.columns={prompt: question, completion: answer}'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_the_cure_of_what_was_stated_is_one_that_works(name: str) -> None:
+    row, given, cure = OTHERWISE[name]
+    with pytest.raises(DataError) as caught:
+        examples(row, **given)
+    assert str(caught.value.cure) == cure
+
+
+def test_one_row_that_is_not_as_stated_is_to_be_completed() -> None:
+    with pytest.raises(DataError, match=r"f\.jsonl:2: not a row of format text") as caught:
+        examples({"text": "a"}, {"txt": "b"}, format="text")
+    assert caught.value.cure == "complete that row as f.jsonl:1 is, or remove it"
+
+
 BAD = {
     "no role": ({"messages": [{"content": "x"}]}, "message 0 has no role"),
     "unknown role": (

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afina.data.badrows import BadRows
 from afina.data.readers import read_json, read_jsonl
 from afina.data.settings import DataSettings
 from afina.data.sources import read
@@ -49,7 +50,8 @@ FILES = {
     "utf16.jsonl": (jsonl(ROWS).encode("utf-16"), (1, 2)),
     "a.jsonl.gz": (gzip.compress(jsonl(ROWS).encode()), (1, 2)),
     "lines.json": (jsonl(ROWS).encode(), (1, 2)),
-    "flat.json": (json.dumps(ROWS).encode(), (1, 1)),
+    "flat.json": (json.dumps(ROWS).encode(), ("1[0]", "1[1]")),
+    "flat inside.json": (json.dumps({"data": ROWS}).encode(), ("1[0]", "1[1]")),
     "tall.json": (json.dumps(ROWS, indent=2).encode(), (2, 6)),
     "inside.json": (json.dumps({"v": [1, 2][0], "data": ROWS}, indent=1).encode(), (4, 8)),
     "a.csv": (CSV.encode(), (2, 3)),
@@ -76,6 +78,38 @@ def test_the_same_rows_from_every_kind_of_file(name: str, tmp_path: Path) -> Non
     content, lines = FILES[name]
     path = write(tmp_path, name, content)
     assert found(path) == [(f"{path}:{line}", row) for line, row in zip(lines, ROWS, strict=True)]
+
+
+def test_items_that_begin_on_one_line_are_told_by_their_number(tmp_path: Path) -> None:
+    one = '{"text": "a"}'
+    path = write(tmp_path, "a.json", f'[{one},\n{one}, {{"text":\n"b"}}, {one},\n\n{one}]\n')
+    places = [place.removeprefix(f"{path}:") for place, _ in found(path)]
+    assert places == ["1", "2[1]", "2[2]", "3", "5"]
+    path = write(tmp_path, "b.json", f"[{one}, 7, {one}, [], 8]")
+    bad = BadRows()
+    rows = read(path, DataSettings(), bad=bad).rows
+    assert [row.source for row in rows] == [f"{path}:1[0]", f"{path}:1[2]"]
+    assert [place for place, _ in bad.found] == [f"{path}:1[{at}]" for at in (1, 3, 4)]
+    with pytest.raises(DataError, match=r"(?s)b\.json:1\[1\]: a row must.*also \S+\[3\], \S+\[4\]"):
+        bad.refuse("b.json", 5)
+    path = write(tmp_path, "c.json", f"[{one}]")
+    assert [place for place, _ in found(path)] == [f"{path}:1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"a": "b\0"}', "(Invalid control character at column 9)"),
+        ('{"a": "b', "(Unterminated string starting at column 7)"),
+        (r'{"a": "\x"}', r"(Invalid \escape at column 8)"),
+        ('{"a": }', "(Expecting value at column 7)"),
+    ],
+)
+def test_the_place_in_a_broken_line_is_said_once(line: str, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", '{"text": "a"}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not a line of JSON") as caught:
+        found(path)
+    assert said in str(caught.value.got)
 
 
 def test_crlf_inside_a_quoted_field_stays_and_lines_are_counted(tmp_path: Path) -> None:
@@ -128,7 +162,7 @@ def test_not_a_number_is_nothing_and_a_bare_text_is_a_row(tmp_path: Path, name: 
 
 def test_lists_of_paths_and_of_rows(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a.jsonl", jsonl(ROWS[:1])), write(tmp_path, "b.json", json.dumps(ROWS))
-    assert [at for at, _ in found([a, str(b)])] == [f"{a}:1", f"{b}:1", f"{b}:1"]
+    assert [at for at, _ in found([a, str(b)])] == [f"{a}:1", f"{b}:1[0]", f"{b}:1[1]"]
     assert found(iter(ROWS)) == [("row:1", ROWS[0]), ("row:2", ROWS[1])]
     assert [at for at, _ in found(datasets.Dataset.from_list(ROWS))] == ["row:1", "row:2"]
     with pytest.raises(DataError, match="row 2 of the given list"):
@@ -154,7 +188,7 @@ def test_a_folder_gives_each_role_its_part(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file of split 'other'"):
         found(tmp_path, split="other")
     [note] = read(tmp_path, DataSettings()).notes
-    assert note.endswith("2 of 6 data files are read: train-00.jsonl, train-01.jsonl")
+    assert note.endswith("read 2 of 6 data files: train-00.jsonl, train-01.jsonl")
 
 
 def test_a_folder_without_splits_is_read_whole(tmp_path: Path) -> None:

@@ -379,3 +379,8 @@ def test_a_class_of_no_number_is_an_error(tokenizer):
         model.classifier.weight.fill_(torch.nan)
     with pytest.raises(RunError, match="a loss of NaN at row 0, in float32"):
         evaluate(model, tokenizer, labelled, LOSS_ONLY)
+
+
+def test_a_prompt_without_room_for_an_answer_is_named_by_its_row(tokenizer, rows):
+    with pytest.raises(ModelError, match=r"the prompt of rows.jsonl:2 fills the model's whole"):
+        evaluate(tiny_llama(max_position_embeddings=30), tokenizer, rows[:2], EvalSettings())

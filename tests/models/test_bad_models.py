@@ -101,6 +101,11 @@ def both(*changes: Change) -> Change:
 
 BAD: dict[str, tuple[Change, list[str]]] = {
     "no weights": (without(FILE), ["holds no safetensors weights", "no weights at all", "download the weights too"]),
+    "no config": (without("config.json"), ["holds no config.json", "cure:   copy config.json of the original model"]),
+    "no config and pickles": (
+        both(without(FILE, "config.json"), text("pytorch_model.bin", "x")), ["copy config.json of the original model"]),
+    "a tokenizer alone": (without(FILE, "config.json"), ["check the path; a model folder holds config.json"]),
+    "rows": (both(without(FILE, "config.json"), text("rows.jsonl", "{}")), ["the model comes first"]),
     "pickles": (
         both(without(FILE), text("pytorch_model.bin", "x")), ["no safetensors weights", "model.bin", "can run"]),
     "weights of another name": (
@@ -219,7 +224,7 @@ def test_tensors_without_a_place_are_said(whole: Path, tmp_path: Path, caplog: A
     weights(lambda found: found | {"visual.extra.weight": torch.zeros(2)})(folder)
     load(folder, "fp32", "cpu")
     assert (
-        "1 tensors have no place in the model and are left out: visual.extra.weight" in caplog.text
+        "1 tensor without a place in the model, left out: visual.extra.weight" in caplog.text
     )
 
 
@@ -241,7 +246,7 @@ def test_data_in_the_place_of_a_model_is_said(name: str, tmp_path: Path) -> None
         assert "the model comes first, as in afina train MODEL DATA" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "~nobody-here/model", ""])
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "~nobody-here/model"])
 def test_names_that_no_folder_can_have(name: str) -> None:
     with pytest.raises(ModelError):
         load(name, offline=True)

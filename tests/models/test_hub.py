@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from afina.errors import ModelError
 from afina.models import hub, locate, remote
 from afina.models.hub import load, resolve, task_of
+from afina.models.locate import MODEL, TUNED, nearby
 from tests.tiny import byte_tokenizer, tiny_llama
 
 
@@ -276,7 +277,7 @@ def test_a_hub_id_is_fetched_with_its_options_and_checked(causal, tmp_path, monk
 def test_offline_says_how_to_fetch(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     text = refused("owner/name", offline=True, revision="v2")
-    assert "offline mode forbids" in text
+    assert "no such folder or file here" in text
     assert "owner/name at v2" in text
     assert "afina models get owner/name" in text
 
@@ -294,7 +295,7 @@ def response(kind):
         (lambda: response(theirs.GatedRepoError), ["gated", "hf auth login"]),
         (lambda: response(theirs.RepositoryNotFoundError), ["no such model", "or it is private"]),
         (lambda: response(theirs.RevisionNotFoundError), ["no such revision", "o/n at v9"]),
-        (lambda: response(theirs.HfHubHTTPError), ["did not give the model", "said the Hub"]),
+        (lambda: response(theirs.HfHubHTTPError), ["did not give such a model", "said the Hub"]),
         (lambda: theirs.OfflineModeIsEnabled("off"), ["offline mode", "HF_HUB_OFFLINE"]),
         (lambda: theirs.HFValidationError("bad id"), ["did not give", "bad id"]),
         (lambda: OSError("disk full"), ["did not give", "disk full"]),
@@ -318,7 +319,40 @@ def test_no_network_is_not_called_offline_mode(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert "check the network" in refused("o/n", offline=False)
-    assert "offline mode forbids" in refused("o/n", offline=True)
+    assert "where offline mode looks" in refused("o/n", offline=True)
+
+
+NEAR = [
+    ("runs/cals-001", TUNED, ["runs/calls-001"]),
+    ("rnus/calls-001", TUNED, ["runs/calls-001"]),
+    ("runs/calls-001/adaptr", TUNED, ["runs/calls-001/adapter"]),
+    ("runs/calls-01", MODEL, []),
+    ("models/smoll", MODEL, ["models/small"]),
+    ("models/small.ggf", MODEL, ["models/small", "models/small.gguf"]),
+    ("models/smoll", TUNED, []),
+    ("models/small", MODEL, []),
+    ("owner/calls-001", TUNED, []),
+    ("runs/something-else", TUNED, []),
+    ("models/small.gguf/x", MODEL, []),
+    ("a\0b", TUNED, []),
+]
+
+
+@pytest.mark.parametrize(("name", "marks", "found"), NEAR)
+def test_a_slip_is_answered_with_what_lies_here(name, marks, found, tmp_path, monkeypatch):
+    for path in ("runs/calls-001/config.yaml", "runs/calls-001/adapter/adapter_config.json",
+                 "runs/calls-002.txt", "models/small/config.json", "models/small.gguf",
+                 "models/smalls/nothing"):  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    monkeypatch.chdir(tmp_path)
+    assert sorted(nearby(name, marks)) == found
+    assert sorted(nearby(str(tmp_path / name), marks)) == [str(tmp_path / one) for one in found]
+    if found and marks == MODEL:
+        said = refused(name, offline=True)
+        assert "did you mean models/small" in said
+        assert "where offline mode looks" in said
+        assert "did you mean models/small" in refused(f"./{name}")
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path, monkeypatch):

@@ -68,9 +68,24 @@ def test_an_unknown_dtype_is_refused(dtype):
         choose("cpu", dtype)
 
 
-def test_a_misspelt_dtype_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"wanted: .*bfloat16"):
-        choose("cpu", "bfloat61")
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "bf61", "bfloat61"])
+def test_an_unknown_dtype_is_answered_with_all_that_are_known(dtype):
+    with pytest.raises(ConfigError) as caught:
+        choose("cpu", dtype)
+    assert caught.value.wanted == "auto, fp32, bf16, fp16 or fp64"
+    slip = "did you mean bfloat16? Or leave it out" if dtype == "bfloat61" else "leave it out"
+    assert caught.value.cure == f"{slip} to let the device decide"
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "cpu, for there is no CUDA device"), (1, "cpu or cuda:0"), (3, "cpu or cuda:0 to cuda:2")],
+)
+def test_the_devices_there_are_are_named(monkeypatch, count, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ModelError) as caught:
+        choose("cuda:77")
+    assert caught.value.wanted == said
 
 
 @pytest.mark.parametrize(("device", "what"), [("gpu", "unknown device"), ("cuda:77", "no such")])

@@ -51,7 +51,7 @@ def test_a_pad_behind_the_embedding_gives_way(caplog):
     assert tokenizer.pad_token_id == 3
     check_vocabulary("here", model(rows=3), tokenizer)
     assert (
-        "here: the model has no embedding for 1 added tokens of its tokenizer: <added>"
+        "here: the model has no embedding for 1 added token of its tokenizer: <added>"
         in caplog.text
     )
     repair_pad(model(rows=3), tokenizer)

@@ -343,7 +343,7 @@ def test_unusual_rates(lr: float, keys: list[str], optimizer: str, status: str) 
         (40, 5, 1, "ok", "1 pass over 40 rows"),
         (400, 50, 2, "ok", "10 passes"),
         (401, 51, 2, "warning", "by heart"),
-        (8, 1, 1, "note", "32 rows are never seen"),
+        (8, 1, 1, "note", "32 rows never seen"),
         (40, 5, 5, "warning", "the learning rate never falls"),
     ],
 )
@@ -417,6 +417,14 @@ def test_the_report_says_what_to_do_below_each_finding() -> None:
         "1 error, 1 warning, 1 ok",
     ]
     assert checked["c"].seen == "worse"
+
+
+def test_a_name_that_is_no_point_is_told_with_those_that_are() -> None:
+    checked = Checked((Finding("pace", "ok", "fast"), Finding("stop token", "ok", "learnt")))
+    with pytest.raises(ConfigError, match=r"(?s)'pase'.*wanted: pace, stop token\n.*'pace'"):
+        checked["pase"]
+    with pytest.raises(ConfigError, match=r"(?s)got:    0\n  wanted: pace, stop token$"):
+        list(checked)  # type: ignore[call-overload]
 
 
 def test_numbers_that_json_does_not_have_are_words() -> None:

@@ -72,7 +72,7 @@ def _a_row_without_labels(case: Case, patch: pytest.MonkeyPatch) -> None:
     case.data = [replace(first, trained=(False,) * len(first.tokens)), *rest]
 
 
-@spoils("stop token", "warning", "1 of 40 trained turns do not end with <|end|> or <|im_end|>")
+@spoils("stop token", "warning", "1 of 40 trained turns does not end with <|end|> or <|im_end|>")
 def _a_stop_is_masked(case: Case, patch: pytest.MonkeyPatch) -> None:
     first, *rest = case.rows()
     stop = max(at for at, label in enumerate(first.trained) if label)
@@ -99,7 +99,7 @@ def _a_row_twice(case: Case, patch: pytest.MonkeyPatch) -> None:
     case.data = [*case.data, case.data[2]]
 
 
-@spoils("overlap", "warning", "1 validation rows are also training rows")
+@spoils("overlap", "warning", "1 validation row also among the training rows")
 def _a_row_on_both_sides(case: Case, patch: pytest.MonkeyPatch) -> None:
     case.val = [*case.val, case.data[0]]
 

@@ -238,12 +238,63 @@ def test_what_killed_processes_left_is_swept_and_nothing_else(tmp_path: Path) ->
 
 
 def test_a_run_that_was_killed_as_it_began_leaves_its_folder_free(tmp_path: Path) -> None:
-    (tmp_path / "data.json").write_text("{}")
+    (tmp_path / "data.json").write_text('{"sources": []}')
     (tmp_path / ".config.yaml.77.tmp").write_text("x")
     folder.refuse_used(tmp_path, resume=False, overwrite=False)
     (tmp_path / "letter.txt").write_text("mine")
     with pytest.raises(RunError, match="in use"):
         folder.refuse_used(tmp_path, resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize("text", ['[{"prompt": "a"}]', '{"rows": 3}', "a letter", ""])
+def test_a_file_of_somebodys_own_with_the_name_of_one_of_a_run_is_not_overwritten(
+    tmp_path: Path, text: str
+) -> None:
+    """Training data called data.json, alone in its folder or beside a run.yaml that is called config.yaml."""
+    (tmp_path / "data.json").write_text(text)
+    with pytest.raises(RunError, match="in use"):
+        folder.refuse_used(tmp_path, resume=False, overwrite=False)
+    (tmp_path / "config.yaml").write_text("model: model\ndata: data.json\n")
+    with pytest.raises(RunError, match="not a run"):
+        folder.refuse_used(tmp_path, resume=False, overwrite=True)
+
+
+def test_what_a_new_run_is_made_from_does_not_lie_in_its_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (out / "model").mkdir(parents=True)
+    (out / "rows.jsonl").write_text("")
+    (tmp_path / "elsewhere").mkdir()
+    (out / "adapter").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(out / "model")
+    for inside in (out, out / "model", str(out / "rows.jsonl"), out / "adapter", tmp_path / "link"):
+        with pytest.raises(RunError, match="the model lies in the folder of the run") as caught:
+            folder.refuse_inside(out, {"the data": None, "the model": inside})
+        assert caught.value.got == inside
+    apart = {
+        "a": tmp_path,
+        "b": tmp_path / "elsewhere",
+        "c": out / "nowhere",
+        "d": [out],
+        "e": "x" * 999,
+    }
+    folder.refuse_inside(out, apart)
+
+
+def test_a_folder_without_a_run_names_those_in_it_or_one_that_is_called_alike(
+    tmp_path: Path,
+) -> None:
+    for name in ("runs/calls-001", "runs/calls-002", "old/mail"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("model: x\n")
+
+    def cure(out: str) -> str:
+        with pytest.raises(RunError, match="no run to resume") as caught:
+            folder.refuse_no_run(tmp_path / out)
+        return str(caught.value.cure).replace(f"{tmp_path}/", "")
+
+    assert cure("runs") == "name a run in it: runs/calls-001 or runs/calls-002"
+    assert cure("runs/call-001").startswith("did you mean runs/calls-001 or")
+    assert cure("old/weather").startswith("start one first, without --resume")
 
 
 def test_overwriting_removes_last_what_shows_that_it_is_a_run(
@@ -253,7 +304,7 @@ def test_overwriting_removes_last_what_shows_that_it_is_a_run(
     out = tmp_path / "run"
     (out / "checkpoints/step-000002").mkdir(parents=True)
     for name in ("config.yaml", "data.json", "metrics.jsonl"):
-        (out / name).write_text("")
+        (out / name).write_text('{"sources": []}')
 
     def die(path: Any, *rest: Any, **more: Any) -> None:
         raise Stop

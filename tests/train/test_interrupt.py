@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ def test_a_signal_is_told_while_the_call_that_it_came_into_goes_on() -> None:
     events: list[str] = []
     told = threading.Event()
 
-    def tell(asked: int) -> None:
-        events.append(f"told {asked}")
+    def tell(asked: int, number: int) -> None:
+        events.append(f"told {asked} {number}")
         told.set()
 
     with between_steps(tell) as stopping:
@@ -48,9 +49,10 @@ def test_a_signal_is_told_while_the_call_that_it_came_into_goes_on() -> None:
             events.append("returned")
         other.join()
         assert stopping.signal == signal.SIGINT
-    assert "told 1" in events
+    told_first = f"told 1 {int(signal.SIGINT)}"
+    assert told_first in events
     # The call during which it was told returned after it.
-    assert events[events.index("told 1") + 1 :] == ["returned"]
+    assert events[events.index(told_first) + 1 :] == ["returned"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_the_second_signal_ends_at_once_as_it_would_have_without_this(
     reached: list[int] = []
 
     def press_twice() -> None:
-        with between_steps(lambda asked: None) as stopping:
+        with between_steps(lambda asked, number: None) as stopping:
             send(number)
             reached.append(stopping.signal or 0)
             send(number)
@@ -81,7 +83,7 @@ def test_elsewhere_than_in_the_main_thread_nothing_is_changed() -> None:
     found: list[object] = []
 
     def other() -> None:
-        with between_steps(lambda asked: None) as stopping:
+        with between_steps(lambda asked, number: None) as stopping:
             found.append(stopping.signal)
             found.append(signal.getsignal(signal.SIGINT))
 
@@ -97,7 +99,7 @@ def test_an_older_watcher_of_signals_gets_its_place_back() -> None:
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
     try:
-        with between_steps(lambda asked: None):
+        with between_steps(lambda asked, number: None):
             assert signal.set_wakeup_fd(-1) != writer
         assert signal.set_wakeup_fd(before) == writer
     finally:
@@ -126,8 +128,37 @@ def test_a_run_that_is_terminated_says_so_is_saved_and_ends_with_143(tmp_path: P
     told = sorted(text for text in said if text.startswith(("finishing", "stopped")))
     assert len(told) == 2
     assert re.fullmatch(
-        "finishing step [23], then saving; press Ctrl-C again to stop at once", told[0]
+        "finishing step [23], then saving; send the signal again to stop at once", told[0]
     )
     assert told[1] == (
         f"stopped after step 2 of 5, saved; go on with: afina train --resume -o {tmp_path / 'run'}"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [({"save_every": None}, "no step is saved"), ({"save_every": 1}, "the steps after 1 are not")],
+)
+def test_a_second_signal_says_what_is_lost(
+    tmp_path: Path, settings: dict[str, Any], lost: str
+) -> None:
+    said: list[str] = []
+
+    class Listen(Silent):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    def twice(step: int) -> None:
+        if step == 1:
+            send(signal.SIGINT)
+            send(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            tmp_path / "run",
+            steps=5,
+            options={"seams": Seams(after_step=(twice,)), "reporter": Listen()},
+            **settings,
+        )
+    assert any(text.startswith("finishing step 2") and "press Ctrl-C" in text for text in said)
+    assert any(text.startswith(f"stopping at once; {lost}") for text in said)

@@ -183,6 +183,23 @@ def test_so_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run/nan").iterdir())) == MOST_IN_A_ROW
 
 
+def test_a_run_in_which_no_step_moved_is_not_done(tmp_path: Path) -> None:
+    """Fewer steps than stop it by themselves; the control is a run with one good step among them."""
+    bad = [i for ids in rows_of_steps(3) for i in ids]
+    settings = {"steps": 3, "on_nan": "skip"}
+    with pytest.raises(RunError, match="no step of this run moved the weights") as caught:
+        run(tmp_path / "run", options={"seams": spoils(*bad)}, **settings)
+    assert caught.value.got == "3 of 3 steps skipped"
+    assert str(tmp_path / "run/nan") in str(caught.value.cure)
+    assert not (tmp_path / "run/adapter").exists()
+    assert not (tmp_path / "run/result.json").exists()
+    with pytest.raises(RunError, match="no step of this run"):
+        run(tmp_path / "run", options={"resume": True}, **settings)
+    # The third step has the two rows that are left of the epoch, and neither of the spoilt ones.
+    few = [i for ids in rows_of_steps(2) for i in ids]
+    assert run(tmp_path / "most", options={"seams": spoils(*few)}, **settings).steps == 3
+
+
 def test_a_norm_that_overflows_though_all_is_finite_is_told_apart() -> None:
     fault = Fault(3, 1.0, math.inf, (((1, 2), 1.0),), (), {}, tuple(ragged_rows(2)))
     assert fault.cause().startswith("the sum over the micro-batches or over the gradient")

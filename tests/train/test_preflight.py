@@ -84,7 +84,7 @@ def test_an_empty_answer_is_only_its_stop() -> None:
     stop = tokenizer_of(kit.CHATML).convert_tokens_to_ids("<|im_end|>")
     finding = labels(prepared.rows, [stop])
     assert finding.status == "warning"
-    assert "1 row with an empty answer, which teach to stop at once: row:4" in finding.seen
+    assert "1 row with an empty answer, which teaches to stop at once: row:4" in finding.seen
     assert labels(prepared.rows[:3], [stop]).status == "ok"
 
 
@@ -418,7 +418,7 @@ def told(said: list[str]) -> list[str]:
 
 def test_a_run_makes_the_cheap_points(tmp_path: Path) -> None:
     said = told(trained(tmp_path / "run", ROWS, val=[ROWS[2]]))
-    assert "warning: overlap: 1 validation rows are also training rows" in said[-1]
+    assert "warning: overlap: 1 validation row also among the training rows" in said[-1]
     # The tiny model's generation settings name no stop at all.
     assert "note: stop token: every trained turn (6) ends with <|im_end|>" in said[0]
     assert len(said) == 2

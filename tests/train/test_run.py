@@ -362,7 +362,7 @@ def test_rows_may_be_dictionaries_and_shared_ones_are_named(tmp_path: Path) -> N
         options={"reporter": Listen()},
     )
     assert any("6 of 6 kept" in text for text in said)
-    assert any("1 validation rows are also training rows" in text for text in said)
+    assert any("1 validation row also among the training rows" in text for text in said)
     account = json.loads((found.folder / "data.json").read_text())
     assert account["rows"] == {"train": 6, "validation": 2}
     assert [source["role"] for source in account["sources"]] == ["train", "val"]

@@ -22,7 +22,10 @@ from afina.adapters.contents import peft_config, peft_tensors
 from afina.adapters.fitting import SHOWN, Fitted, fit
 from afina.adapters.layout import CARD, CONFIG, RECORD, WEIGHTS, read_tensors, refuse_unusable
 from afina.adapters.replace import replace_folder
-from afina.errors import AdapterError, AfinaError
+from afina.errors import AdapterError, AfinaError, counted
+from afina.places import local
+from afina.problems import name_of
+from afina.seams import require_model
 from afina.table import apply
 from afina.tree import Edit
 
@@ -146,8 +149,11 @@ def load(model: nn.Module, folder: str | Path, *, allow_partial: bool = False) -
 
     Raises:
         AdapterError: listing what does not fit; the model is as it was.
+        AfinaError: what is given is no model, or no name of a folder.
     """
-    return put(model, fit(model, Path(folder), allow_partial=allow_partial))
+    require_model(model)
+    place = local(name_of(folder, "the adapter", "its folder"))
+    return put(model, fit(model, place, allow_partial=allow_partial))
 
 
 def put(model: nn.Module, fitted: Fitted) -> Edit:
@@ -182,8 +188,8 @@ def _rounded(edit: Edit, tensors: Mapping[str, Tensor]) -> list[str]:
         return []
     types = sorted({str(tensors[key].dtype).removeprefix("torch.") for key in lost})
     return [
-        f"{len(lost)} tensors ({min(lost)}, …) are {' and '.join(types)} in the file and were rounded to this "
-        f"model's type, by at most {max(lost.values()):.1e}"
+        f"rounded to this model's type, by at most {max(lost.values()):.1e}: {counted(len(lost), 'tensor')} "
+        f"that the file has in {' and '.join(types)} ({min(lost)}{', …' if len(lost) > 1 else ''})"
     ]
 
 
@@ -209,7 +215,7 @@ def restore(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
         hidden = len(problems) - SHOWN
         more = [f"… and {hidden} more"] if hidden > 0 else []
         raise AdapterError(
-            f"the adapter does not fit this model: {len(problems)} of its tensors",
+            f"the adapter does not fit this model in {counted(len(problems), 'tensor')}",
             got="\n          ".join([*problems[:SHOWN], *more]),
             cure="load the base model that adapter_config.json names",
         )

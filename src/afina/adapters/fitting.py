@@ -26,11 +26,16 @@ from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors
 from afina.adapters.names import entries
 from afina.adapters.peft_lora import LORA
 from afina.adapters.placing import Placed, place
-from afina.errors import AdapterError, ConfigError
+from afina.errors import AdapterError, ConfigError, counted
 from afina.tree import Technique
 
 KINDS: Mapping[str, Kind] = {kind.peft_type: kind for kind in (LORA,)}
 """The techniques that PEFT's layout can hold, by PEFT's name."""
+
+IN_PART = (
+    "load the base model {base!r}; --allow-partial (in Python allow_partial=True) applies what fits"
+)
+"""What helps where an adapter is put onto a model in memory."""
 
 SHOWN = 8
 """Problems that an error lists; it counts the others."""
@@ -60,6 +65,7 @@ def fit(
     allow_partial: bool = False,
     read: Read | None = None,
     checks_base: bool = True,
+    cure: str = IN_PART,
 ) -> Fitted:
     """Reads the adapter in `folder` and fits it to `model`, which is not changed.
 
@@ -69,6 +75,7 @@ def fit(
         allow_partial: leave out what does not fit, and log a warning that lists it, instead of raising.
         read: the values of the model's tensors, where the model itself is on the meta device.
         checks_base: compare the base with the fingerprint that the adapter has, if it has one.
+        cure: what the caller's user can do when it does not fit; `{base}` stands for the base that it names.
 
     Raises:
         AdapterError: listing what does not fit, or saying why the folder cannot be used at all.
@@ -80,7 +87,7 @@ def fit(
         placed = place(model, config, kind, entries(tensors, kind.ending, kind.part))
         placed.read = read
         base = _base(placed, folder) if checks_base else (None, ("its base was not compared",))
-        notes = _fit(placed, folder, len(tensors), base, allow_partial=allow_partial)
+        notes = _fit(placed, folder, len(tensors), base, cure=None if allow_partial else cure)
         whole = sorted({name.rpartition(".")[0] for name in placed.whole})
         technique = kind.technique_of(model, config, Places(placed.parts, whole, placed.seen))
     except (ConfigError, ValidationError) as error:
@@ -98,29 +105,29 @@ _OfBase = tuple[str | None, tuple[str, ...]]
 
 
 def _fit(
-    placed: Placed, folder: Path, total: int, base: _OfBase, *, allow_partial: bool
+    placed: Placed, folder: Path, total: int, base: _OfBase, *, cure: str | None
 ) -> tuple[str, ...]:
-    """Raises, or takes out, what does not fit; the notes of it all."""
+    """Raises with a cure, or without one takes out, what does not fit; the notes of it all."""
     applied, config = total, placed.config
     problems = _problems(placed)
     other_base, known = base
     left_out: list[str] = []
     if problems or other_base:
-        error = _error(folder, config, problems, other_base, total)
-        if not allow_partial:
+        error = _error(folder, config, problems, other_base, total, cure)
+        if cure is not None:
             raise error
         applied -= leave_out(placed, [name for name, _ in problems])
-        _log.warning("an adapter is applied IN PART, as --allow-partial asks: %s", error)
+        _log.warning("an adapter is applied IN PART, as asked: %s", error)
         left_out += [f"other base: {other_base}"] if other_base else []
         left_out += [f"left out {name}: {why}" for name, why in problems]
     if not placed.parts:
         raise AdapterError(
             f"nothing of the adapter in {folder} can be put onto this model",
-            got=f"{total} tensors",
+            got=counted(total, "tensor"),
             wanted=f"tensors of {placed.kind.technique.__name__} for this model's modules",
             cure=f"load the base model {config.get('base_model_name_or_path')!r}",
         )
-    told = f"adapter {folder}: applied {applied} of {total} tensors"
+    told = f"adapter {folder}: applied {applied} of {counted(total, 'tensor')}"
     return (told, *known, *placed.notes, *left_out)
 
 
@@ -179,19 +186,19 @@ def _error(
     problems: list[Problem],
     other_base: str | None,
     total: int,
+    cure: str | None,
 ) -> AdapterError:
     lines = [f"{name}: {why}" for name, why in problems]
     hidden = len(lines) - SHOWN
     lines = [*lines[:SHOWN], *([f"… and {hidden} more"] if hidden > 0 else [])]
     if not problems:
-        lines = [f"other weights; all its {total} tensors have a place here"]
+        lines = [f"other weights; all its tensors ({total}) have a place here"]
     what = f"the adapter in {folder} does not fit this model"
     if other_base:
         what = f"the adapter in {folder} was made for another base: {other_base}"
     return AdapterError(
         what,
         got="\n          ".join(lines),
-        wanted=f"all of its {total} tensors in place, on the base that they were trained beside",
-        cure=f"load the base model {config.get('base_model_name_or_path')!r}; "
-        "--allow-partial (allow_partial=True) applies what fits",
+        wanted=f"all of its tensors ({total}) in place, on the base that they were trained beside",
+        cure=None if cure is None else cure.format(base=config.get("base_model_name_or_path")),
     )

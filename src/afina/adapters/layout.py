@@ -20,7 +20,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from afina.errors import AdapterError
+from afina.errors import AdapterError, counted
+from afina.models.locate import TUNED, nearby
+from afina.places import exists
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -75,14 +77,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if (folder / CONFIG).is_file():
         return read_json(folder / CONFIG, "the adapter's configuration")
-    # PEFT puts an adapter that is not called "default" into a folder of its name.
-    named = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     raise AdapterError(
         "there is no adapter here",
         got=folder,
         wanted=f"a folder with {CONFIG}",
-        cure=f"name the adapter in it: {' or '.join(map(str, named))}" if named else None,
+        cure=_where(folder),
     )
+
+
+def _where(folder: Path) -> str | None:
+    """Where the adapter may be that is not in a folder."""
+    # PEFT puts an adapter that is not called "default" into a folder of its name.
+    named = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
+    if named:
+        return f"name the adapter in it: {' or '.join(named)}"
+    near = [] if exists(folder) else nearby(str(folder), TUNED)
+    return f"did you mean {' or '.join(near)}?" if near else None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -116,21 +126,21 @@ def refuse_unusable(tensors: dict[str, Tensor], where: object) -> None:
     whole = [f"{k}: {t.dtype}" for k, t in tensors.items() if not t.is_floating_point()]
     if whole:
         raise AdapterError(
-            f"the adapter holds {len(whole)} tensors that are no floating-point numbers",
-            got=f"{where}: {', '.join(sorted(whole)[:4])}",
+            "the adapter holds what is no floating-point number",
+            got=f"{where}: {counted(len(whole), 'tensor')}: {', '.join(sorted(whole)[:4])}",
             cure="save the adapter unquantised",
         )
     empty = sorted(k for k, t in tensors.items() if t.numel() == 0)
     if empty:
         raise AdapterError(
-            f"the adapter holds {len(empty)} empty tensors",
+            f"the adapter holds {counted(len(empty), 'empty tensor')}",
             got=f"{where}: {', '.join(empty[:4])}",
             cure="save it with its values gathered from all processes",
         )
     broken = sorted(k for k, t in tensors.items() if not t.float().isfinite().all())
     if broken:
         raise AdapterError(
-            f"the adapter holds NaN or infinity in {len(broken)} of its {len(tensors)} tensors",
+            f"the adapter holds NaN or infinity in {len(broken)} of {counted(len(tensors), 'tensor')}",
             got=f"{where}: {', '.join(broken[:4])}",
             wanted="finite numbers",
             cure="take an earlier checkpoint, and train on with a lower learning rate",

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from afina.adapters import merge_record
 from afina.adapters.merge_job import Job, Merged, MergeSettings
@@ -22,10 +23,12 @@ from afina.adapters.target import Target, resolve_run
 from afina.errors import AdapterError, ConfigError, ModelError
 from afina.models import hub
 from afina.models.demo import DEMOS
+from afina.models.locate import TUNED, nearby
 from afina.models.precision import parse_dtype
 from afina.models.prompts import Prompt
 from afina.places import exists, local
-from afina.problems import of_kind
+from afina.problems import name_of, of_kind
+from afina.tree import Edit
 
 __all__ = ["MergeSettings", "Merged", "merge", "merge_unchecked", "refuse_failed"]
 
@@ -46,7 +49,7 @@ def merge(
         source: a run's folder, an adapter's, or a checkpoint's; a whole model too, where `out` is a GGUF file.
         out: the folder to make, or a file that ends in .gguf.
         base: the base model, where it is another one than the adapter names.
-        prompts: to compare on; None takes validation rows of the run, or a few general texts.
+        prompts: to compare on; None takes validation rows of the run, else training rows, else a few general texts.
         settings: defaults when None.
         token: of the Hub.
         offline: True downloads nothing.
@@ -77,7 +80,8 @@ def refuse_failed(merged: Merged) -> None:
         f"{merged.out} is NOT VERIFIED",
         got="; ".join(merged.verdict.problems),
         wanted="a model that says what base + adapter say",
-        cure="merge with --dtype fp32, which loses least; if it fails too, keep the adapter unmerged",
+        cure="merge in fp32, which loses least: --dtype fp32 (in Python MergeSettings(dtype='fp32')); if it fails "
+        "too, keep the adapter unmerged",
     )
 
 
@@ -92,8 +96,17 @@ def merge_unchecked(
     offline: bool | None = None,
 ) -> Merged:
     """As `merge`, and the outcome of the check is only in the result and in the files."""
-    settings, out = of_kind(MergeSettings, settings), _place(out)
-    target = resolve_run(str(source))
+    settings = of_kind(MergeSettings, settings)
+    if isinstance(source, Edit | nn.Module):
+        raise ConfigError(
+            "this merges what lies on the disk",
+            got=type(source).__name__,
+            wanted="the folder of a run, a checkpoint or an adapter",
+            cure="in memory it is edit.merge()",
+        )
+    name = name_of(source, "what is merged", "the folder of a run, a checkpoint or an adapter")
+    out = _place(name_of(out, "the output", "a folder to make, or a file that ends in .gguf"))
+    target = resolve_run(name)
     to_file = out.suffix.lower() == ".gguf"
     _refuse_whole(target, to_file=to_file)
     merge_record.refuse_out(out, overwrite=settings.overwrite)
@@ -144,7 +157,7 @@ def _base(
             "the adapter's base is not found from here",
             got=f"{target.base}: {error.what}",
             wanted="a model's folder, a .gguf file, or a model that the hub has",
-            cure="say where it is: --base MODEL",
+            cure="say where it is: --base MODEL (in Python base='MODEL')",
         ) from error
 
 
@@ -158,13 +171,20 @@ def _refuse_whole(target: Target, *, to_file: bool) -> None:
             got=target.base,
             cure=f"use {target.base} as it is, or copy it",
         )
-    whole = exists(local(target.base) / "config.json") or target.base in DEMOS
+    if exists(local(target.base) / "config.json") or target.base in DEMOS:
+        raise AdapterError(
+            "there is nothing to merge: this is a model, without an adapter",
+            got=target.base,
+            wanted="a run, a checkpoint or an adapter",
+        )
+    near = nearby(target.base, TUNED)
     raise AdapterError(
-        "there is nothing to merge: this is a model, without an adapter"
-        if whole
-        else "there is no run, checkpoint or adapter of this name",
+        "there is no run, checkpoint or adapter of this name",
         got=target.base,
         wanted="a run, a checkpoint or an adapter",
+        cure=f"did you mean {' or '.join(near)}?"
+        if near
+        else f"the working directory is {Path.cwd()}",
     )
 
 
@@ -182,11 +202,12 @@ def _format(dtype: str | None, *, to_file: bool) -> str | None:
         raise ConfigError(
             "only a GGUF file holds q8_0",
             got=dtype,
-            cure="name a file: -o NAME.gguf, or choose bf16",
+            cure="name a file NAME.gguf as the output, or choose bf16",
         )
-    found = parse_dtype(dtype)
+    kinds = "fp32, bf16, fp16 or q8_0" if to_file else "fp32, bf16, fp16 or fp64"
+    found = parse_dtype(dtype, wanted=kinds, default="to keep the base's")
     if to_file and found == torch.float64:
-        raise ConfigError("a GGUF file holds no fp64", got=dtype, wanted="fp32, bf16, fp16 or q8_0")
+        raise ConfigError("a GGUF file holds no fp64", got=dtype, wanted=kinds)
     return next(name for name, other in DTYPES.items() if other == found)
 
 

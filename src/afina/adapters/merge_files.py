@@ -15,7 +15,7 @@ from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.fitting import fit
 from afina.adapters.merge_plan import changes, locate, make_plan, reader
 from afina.adapters.merge_shards import INDEX, Wanted, read_shards, write_index, write_shard
-from afina.errors import AdapterError, ModelError
+from afina.errors import AdapterError, ModelError, sized
 from afina.models import hub
 from afina.tree.fold import tied_groups
 
@@ -31,6 +31,11 @@ KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTI
 
 LEFT = frozenset({"config.json", INDEX, "afina.json", "merge.json"})
 """Files that are written anew, or speak of the base alone."""
+
+OTHER_BASE = (
+    "name the base that it was trained beside, {base!r}: --base MODEL (in Python base='MODEL')"
+)
+"""What helps against an adapter that does not fit: half a change is never merged."""
 
 ROOM = 1.02
 """Free space wanted, as a multiple of the weights'."""
@@ -71,8 +76,8 @@ def refuse_quantised(folder: Path) -> None:
             "an adapter cannot be merged into a quantised base",
             got=f"{folder}: quantised by {kind}",
             wanted="the base in bf16, fp16 or fp32",
-            cure="merge into the unquantised model: --base MODEL; an adapter trained beside quantised weights fits "
-            "those best, so measure the result",
+            cure="merge into the unquantised model: --base MODEL (in Python base='MODEL'); an adapter trained beside "
+            "quantised weights fits those best, so measure the result",
         )
 
 
@@ -100,7 +105,7 @@ def write_merged(
     names = [name for name, _ in skeleton.named_parameters()]
     complete = all(located & {name, *ties.get(name, ())} for name in names)
     read = reader(skeleton, shards)
-    fitted = fit(skeleton, adapter, read=read, checks_base=complete)
+    fitted = fit(skeleton, adapter, read=read, checks_base=complete, cure=OTHER_BASE)
     fingerprint = base_fingerprint(skeleton, read=read) if complete else None
     made = changes(skeleton, fitted.technique, fitted.tensors)
     plan = make_plan(skeleton, shards, made, dtype)
@@ -131,8 +136,8 @@ def _refuse_small(out: Path, shards: Mapping[str, list[Wanted]]) -> None:
     if needed > free:
         raise ModelError(
             "there is no space for the merged model",
-            got=f"{free / 2**30:.1f} GiB free at {out.parent}",
-            wanted=f"{needed / 2**30:.1f} GiB",
+            got=f"{sized(free)} free in {out.parent.parent}",
+            wanted=sized(needed),
             cure="free some, or name a folder on another disk",
         )
 

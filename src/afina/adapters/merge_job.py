@@ -112,7 +112,8 @@ class Job:
             export_gguf.refuse_uncovered(self.base, self.tokenizer)
         parse_device(self.settings.device)
         if self.settings.compute_dtype is not None:
-            parse_dtype(self.settings.compute_dtype)
+            kinds = "fp32, bf16, fp16 or fp64"
+            parse_dtype(self.settings.compute_dtype, wanted=kinds, default="to compute in fp32")
         if self.prompts is not None:
             tokenizer = hub.load_tokenizer(self.tokenizer)
             for one in check_prompts(self.prompts):

@@ -12,7 +12,7 @@ from typing import Any
 
 from afina.adapters.merge_check import Verdict
 from afina.adapters.merge_files import Written
-from afina.errors import ConfigError
+from afina.errors import ConfigError, counted
 
 RECORD = "merge.json"
 MARK = "UNVERIFIED.md"
@@ -134,7 +134,9 @@ def write_beside(file: Path, record: dict[str, Any]) -> None:
 
 def mark(record: dict[str, Any]) -> str:
     """The text of the mark."""
-    why = record.get("check", {}).get("problems") or ["No check was made (--no-verify)."]
+    why = record.get("check", {}).get("problems") or [
+        "No check was made (--no-verify, in Python verify=False)."
+    ]
     lines = [
         "# Not verified",
         "",
@@ -163,11 +165,12 @@ def lines(record: dict[str, Any]) -> list[str]:
     rounding: dict[str, float] = record.get("rounding", {})
     if rounding:
         mean = sum(rounding.values()) / len(rounding)
-        said.append(f"{len(rounding)} weights folded in fp32 and rounded once to {record['dtype']}")
+        folded = counted(len(rounding), "weight")
+        said.append(f"{folded} folded in fp32 and rounded once to {record['dtype']}")
         said.append(f"of its change each lost {mean:.2%} to that rounding on average; most:")
         said += [f"  {share:.2%}  {name}" for name, share in list(rounding.items())[:WORST]]
     if record.get("whole"):
-        said.append(f"{len(record['whole'])} tensors came whole with the adapter")
+        said.append(f"{counted(len(record['whole']), 'tensor')} came whole with the adapter")
     if record.get("untied"):
         said.append(f"no longer one tensor: {', '.join(record['untied'])} (config.json says so)")
     if "check" in record:

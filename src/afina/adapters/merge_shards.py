@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from afina.errors import ModelError
+from afina.errors import ModelError, counted
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -123,8 +123,8 @@ def _files(folder: Path) -> list[str]:
     absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
     if absent:
         raise ModelError(
-            f"{len(absent)} of the base's {len(names)} shards are not there",
-            got=", ".join(absent[:3]),
+            "shards of the base are not there",
+            got=f"{len(absent)} of {counted(len(names), 'shard')} missing: {', '.join(absent[:3])}",
             wanted=f"the files that {INDEX} names",
             cure="download the model again",
         )

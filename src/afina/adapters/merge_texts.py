@@ -11,7 +11,7 @@ from afina.config import load_config
 from afina.data.dataset import prepare
 from afina.data.settings import DataSettings
 from afina.data.split import content_of, split
-from afina.errors import AfinaError
+from afina.errors import AfinaError, counted
 from afina.models.generate import encode, stop_ids
 from afina.models.prompts import Prompt
 from afina.table import TECHNIQUES
@@ -63,7 +63,8 @@ def texts_of(
         AfinaError: a prompt of the user's cannot be read.
     """
     if prompts:
-        return [of_prompt(tokenizer, one) for one in prompts], f"{len(prompts)} given prompts"
+        given = [of_prompt(tokenizer, one) for one in prompts]
+        return given, counted(len(given), "given prompt")
     why = ""
     if run is not None:
         try:
@@ -72,9 +73,9 @@ def texts_of(
             why = f" (the run's data cannot be read: {str(error).splitlines()[0]})"
         else:
             if found:
-                return found, f"{len(found)} {of} rows of the run"
+                return found, f"{counted(len(found), f'{of} row')} of the run"
     general = [of_prompt(tokenizer, _asked(tokenizer, text)) for text in GENERAL]
-    return general, f"{len(general)} general texts{why}"
+    return general, counted(len(general), "general text") + why
 
 
 def _of_run(model: Any, tokenizer: Any, run: Path) -> tuple[list[Text], str]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.adapters.kinds import Allowed, Config, Kind, Parts, Places, named
-from afina.errors import AdapterError
+from afina.errors import AdapterError, counted
 from afina.techniques.lora import LoRA, LoRADelta
 from afina.tree import Delta, Edit, matches
 
@@ -146,13 +146,13 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
     ]
     if lying:
         raise AdapterError(
-            f"ranks in the file and in the configuration differ, at {len(lying)} places",
+            f"ranks in the file and in the configuration differ, at {counted(len(lying), 'place')}",
             got="; ".join(lying[:4]),
         )
     unsure = [f"{n}: {_or(values)}" for n, values in alphas.items() if len(values) > 1]
     if unsure:
         raise AdapterError(
-            f"several patterns of alpha_pattern name one place, at {len(unsure)} places",
+            f"several patterns of alpha_pattern name one place, at {counted(len(unsure), 'place')}",
             got="; ".join(unsure[:4]),
             cure="the first counted in training, and PEFT sorts them when it saves: keep the one that counted",
         )

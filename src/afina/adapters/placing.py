@@ -12,7 +12,7 @@ from afina import seams
 from afina.adapters.fingerprint import Read
 from afina.adapters.kinds import Kind
 from afina.adapters.names import STANDARD, Entry, Move, places, seen_as
-from afina.errors import AdapterError
+from afina.errors import AdapterError, counted
 
 
 @dataclass
@@ -93,7 +93,7 @@ def place(
     placed.seen.update(seen_as([*modules, *where.values()], moves))
     placed.others = _others(model, moves)
     placed.notes += [
-        f"{len(names)} modules: {move[0] + '…'!r} in the file is {move[1] + '…'!r} in this model"
+        f"{counted(len(names), 'module')}: {move[0] + '…'!r} in the file is {move[1] + '…'!r} in this model"
         for move, names in moves.items()
         if move != STANDARD
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from afina.config.document import read_file
 from afina.errors import AdapterError, ModelError, RunError
 from afina.places import exists, local
+from afina.problems import name_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ def resolve_run(name: str) -> Target:
         RunError: a run folder without an adapter, or whose configuration names no model.
         AdapterError: an adapter that does not say what its base is.
         ModelError: a folder that is none of the three.
+        ConfigError: an empty name.
     """
-    folder = local(name)
+    folder = local(name_of(name, "the model", "a run, an adapter or a model"))
     if not exists(folder):
         return Target(name)
     if (folder / "config.yaml").is_file():
@@ -72,7 +74,7 @@ def _of_run(folder: Path) -> Target:
             "the run has no adapter yet",
             got=folder,
             wanted=f"{adapter}/adapter_config.json",
-            cure="let it train to its end, or go on with: afina train … --resume",
+            cure=f"let it train to its end: afina train --resume -o {folder}",
         )
     return Target(located(base, folder), adapter, folder, settings.get("revision"))
 

@@ -152,6 +152,8 @@ def _call(verb: str, words: Sequence[str]) -> int:
         ):  # typer met a closed pipe, and put a stream that is silent in its place
             sys.stdout = shown
             return _pipe_closed()
+        if end.code == INTERRUPTED:  # typer makes that of a KeyboardInterrupt, and says nothing
+            print("interrupted", file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 

@@ -24,7 +24,7 @@ from afina.cli.loading import (
     is_plain,
     load_source,
 )
-from afina.errors import AfinaError
+from afina.errors import AfinaError, ModelError
 
 EXAMPLES = (
     "afina chat runs/calls-001",
@@ -131,7 +131,7 @@ class Chat:
         self.asked += 1
 
     def _answer(self, speaker: str, model: Any, text: str, write: Callable[[str], Any]) -> None:
-        from afina.models.generate import stream
+        from afina.models.generate import ContextFull, stream
 
         messages = [*self.turns.get(speaker, []), {"role": "user", "content": text}]
         # Each message draws anew, and the same conversation draws the same.
@@ -146,6 +146,15 @@ class Chat:
                 sys.stdout.flush()
         except KeyboardInterrupt:
             write(" [stopped]")
+        except ContextFull as error:
+            if self.plain or len(messages) == 1:
+                raise
+            raise ModelError(
+                "the conversation fills the model's whole context",
+                got=error.got,
+                wanted=error.wanted,
+                cure="/reset forgets the conversation",
+            ) from error
         finally:
             pieces.close()
         write("\n")

@@ -22,7 +22,7 @@ EXAMPLES = (
 )
 
 Show = Annotated[
-    int, typer.Option(metavar="N", help="show the first N rows, what trains in them marked")
+    int, typer.Option(metavar="N", min=0, help="show the first N rows, what trains in them marked")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="leave out what runs the model")]
 Strict = Annotated[bool, typer.Option("--strict", help="exit with 1 when there are warnings")]
@@ -182,7 +182,9 @@ def _print(checked: Any, show: int, *, alone: bool) -> None:
     for status, line in checked.lines():
         console.print(Text.assemble((f"{status:<8} ", COLOURS.get(status, "")), line))
     console.print(checked.summary())
-    if show:
+    if show and not checked.rows:
+        console.print("there are no rows to show")
+    elif show:
         from afina.reports.show import legend, shown
 
         console.print(legend(colour=console.is_terminal))

@@ -35,7 +35,7 @@ from afina.cli.output import (
     refuse_unwritable,
     write_jsonl,
 )
-from afina.errors import counted
+from afina.errors import DataError, ModelError, counted
 
 if TYPE_CHECKING:
     from afina.cli.prompts import Asked
@@ -116,14 +116,23 @@ def command(
 def _encoded(
     loaded: Loaded, asked: Sequence[Asked], settings: GenerateSettings, *, plain: bool
 ) -> list[list[int]]:
+    """The prompts' ids, each judged while its file and line are known."""
+    from afina.models.generate import check_generates, refuse_unanswerable
     from afina.models.prompts import encode
 
-    return [
-        encode(
-            loaded.tokenizer, one.as_prompt(plain=plain), system=settings.system, tools=one.tools
-        )
-        for one in asked
-    ]
+    check_generates(loaded.model)
+    every = []
+    for one in asked:
+        prompt = one.as_prompt(plain=plain)
+        try:
+            ids = encode(loaded.tokenizer, prompt, system=settings.system, tools=one.tools)
+        except (DataError, ModelError) as error:
+            raise type(error)(
+                f"{one.source}: {error.what}", got=error.got, wanted=error.wanted, cure=error.cure
+            ) from error
+        refuse_unanswerable(loaded.model, loaded.tokenizer, ids, f"the prompt at {one.source}")
+        every.append(ids)
+    return every
 
 
 def _key(loaded: Loaded, settings: GenerateSettings, ids: list[list[int]]) -> str:

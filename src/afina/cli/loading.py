@@ -121,9 +121,9 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
     if with_base and target.adapter is None and target.run is None:
         raise ConfigError(
             "there is no base to compare with",
-            got=f"{source.name}, a model alone",
+            got=f"{source.name}, which is no run and no adapter here",
             wanted="a run or an adapter",
-            cure="leave --beside-base out",
+            cure=_meant(source.name) or "leave --beside-base out",
         )
     model, tokenizer = _load_base(source, target)
     if target.adapter is None:
@@ -147,19 +147,49 @@ def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
     try:
         return source.load(target.base, target.revision)
     except ModelError as error:
-        known = target.base in DEMOS or exists(local(target.base))
-        if target.adapter is None or known:
+        if target.base in DEMOS or exists(local(target.base)):
             raise
-        named = (
-            "config.yaml: model" if target.run else "adapter_config.json: base_model_name_or_path"
-        )
-        raise ModelError(
-            f"the base of {source.name}, {target.base!r}, is not found from here",
-            got=f"no such folder in {Path.cwd()}, nor in {target.adapter.resolve()} or a folder above it; "
-            + error.what,
-            wanted="a model's folder, a .gguf file, or a model that the hub has",
-            cure=f"work in the folder that holds {target.base}, or correct {named}",
-        ) from error
+        if target.adapter is not None:
+            raise _base_gone(source.name, target, error) from error
+        near = _meant(source.name)
+        if target.run is not None or not near:
+            raise
+        cure = f"{near} Else: {error.cure}" if error.cure else near
+        raise ModelError(error.what, got=error.got, wanted=error.wanted, cure=cure) from error
+
+
+def _meant(name: str) -> str | None:
+    """The question whether a run or an adapter here was meant by a name that is like its own."""
+    from afina.models.locate import TUNED, nearby
+
+    near = [] if exists(local(name)) else nearby(name, TUNED)
+    return f"did you mean {' or '.join(near)}?" if near else None
+
+
+def _base_gone(name: str, target: Target, error: ModelError) -> ModelError:
+    """The error of an adapter whose base is not found."""
+    from afina.models.remote import HUB_ID
+
+    assert target.adapter is not None
+    settings, key = (
+        (target.run / "config.yaml", "model")
+        if target.run
+        else (target.adapter / "adapter_config.json", "base_model_name_or_path")
+    )
+    got = error.what
+    cure = f"put the model back there, or correct {key} in {settings}"
+    if not local(target.base).is_absolute():
+        above = f"nor in {target.adapter.resolve()} or a folder above it"
+        got = f"no such folder in {Path.cwd()}, {above}; {error.what}"
+        cure = f"work in the folder that holds {target.base}, or correct {key} in {settings}"
+        if HUB_ID.fullmatch(target.base) and error.cure:
+            cure += f"; for a model of the hub: {error.cure}"
+    return ModelError(
+        f"the base of {name}, {target.base!r}, is not found from here",
+        got=got,
+        wanted="a model's folder, a .gguf file, or a model that the hub has",
+        cure=cure,
+    )
 
 
 def _saved_tokenizer(folder: Path, model: Any) -> Any:

@@ -34,7 +34,10 @@ def command(
         str | None, typer.Option(help="the base model, if it lies elsewhere now")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="texts to compare on; default: the run's validation rows")
+        str | None,
+        typer.Option(
+            help="texts to compare on; default: validation rows of the run, else training rows"
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace an earlier merge")
@@ -59,9 +62,10 @@ def command(
     """Make one model of an adapter and its base, and check that it says what the two say.
 
     The change is added in fp32 and rounded once, tensor by tensor, so memory holds about one of them. Then base, base
-    + adapter and the merged model are run in turn on the same texts. What is printed is also in merge.json. When the
-    merged model differs by more than rounding explains, or is the base again, the exit status is 6, and the output is
-    marked UNVERIFIED.
+    + adapter and the merged model are run in turn on the same texts: validation rows of the run, where it has none its
+    training rows, and without a run a few general texts. What is printed is also in merge.json. When the merged model
+    differs by more than rounding explains, or is the base again, the exit status is 6, and the output is marked
+    UNVERIFIED.
     """
     refuse_unwritable(json_file, force=overwrite, flag="--overwrite")
     _refuse_over(json_file, out, name, (prompts, base))

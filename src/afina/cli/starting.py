@@ -6,26 +6,6 @@ from pathlib import Path
 from typing import Any
 
 
-def refuse_no_run(out: Path) -> None:
-    """Raises when there is no run to go on with, naming those beside it.
-
-    Raises:
-        RunError: see above.
-    """
-    from afina.errors import RunError, nearest
-
-    if (out / "config.yaml").exists():
-        return
-    runs = [p.parent.name for p in out.parent.glob("*/config.yaml")]
-    near = [str(out.parent / name) for name in nearest(out.name, runs) or sorted(runs)[:5]]
-    raise RunError(
-        "there is no run to resume",
-        got=out,
-        wanted="a folder with config.yaml",
-        cure=f"did you mean {' or '.join(near)}?" if near else None,
-    )
-
-
 def is_finished(out: Path) -> bool:
     """Whether the run has nothing left to do, and nothing else is asked for: known without its model and data."""
     from afina.train import checkpoint, result
@@ -84,3 +64,25 @@ def start_from(
     }
     config = replace(resolved.config, techniques=(lora,))
     return edit, replace(resolved, config=config, origins=origins)
+
+
+def scoring(settings: Any, tokenizer: Any) -> dict[str, Any]:
+    """What validates by more than the loss, as arguments of `RunOptions`: none where the loss alone chooses.
+
+    Args:
+        settings: of the run.
+        tokenizer: the model's.
+    """
+    if settings.train.best == "loss":
+        return {}
+    from afina.evaluate.evaluate import evaluate
+    from afina.evaluate.measured import measured
+
+    def score(model: Any, rows: Any) -> dict[str, float]:
+        values = evaluate(model, tokenizer, rows, settings.eval).values
+        return {name: value for name, value in values.items() if name != "loss"}
+
+    def names(rows: Any) -> tuple[str, ...]:
+        return measured(rows, settings.eval, tokenizer)
+
+    return {"evaluate": score, "measured": names}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from afina.cli.starting import is_finished, refuse_no_run, start_from
+from afina.cli.starting import is_finished, scoring, start_from
 
 EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
@@ -104,6 +104,8 @@ def command(
     flags = flags_of(given)
     resume = resume or resume_from is not None
     if resume and out is not None:
+        from afina.train.folder import refuse_no_run
+
         refuse_no_run(out)
         asked = (config, resume_from, sets, allow_changes, print_config, *flags.values())
         if not any(asked) and is_finished(out):
@@ -117,7 +119,14 @@ def command(
     way = {"resume": resume, "overwrite": overwrite}
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
     start = {"source": init_from, "allow_partial": allow_partial}
-    _run(resolved, out, hub, start=start, way=way, changing=changing)
+    reads = {
+        "the model": resolved.config.model,
+        "the training data": resolved.config.source,
+        "the validation data": resolved.config.val,
+        "the adapter to start from": init_from,
+        "the configuration": config,
+    }
+    _run(resolved, out, hub, start=start, way=way, changing=changing, reads={} if resume else reads)
 
 
 def refuse_contradictions(given: Mapping[str, Any]) -> None:
@@ -151,12 +160,16 @@ def flags_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
-    """The configuration that a file, options and --set make together."""
+    """The configuration that a file, options and --set make together.
+
+    Raises:
+        ConfigError: it cannot be, has no technique, or an option is of a technique that it has not.
+    """
     from afina.config import load_config
     from afina.data.settings import DataSettings
     from afina.table import TECHNIQUES
 
-    return load_config(
+    resolved = load_config(
         techniques=TECHNIQUES,
         data_settings=DataSettings,
         yaml_path=config,
@@ -164,6 +177,30 @@ def resolve(config: Path | None, flags: dict[str, Any], sets: list[str]) -> Any:
         sets=sets,
         default_techniques=("lora",),
     )
+    _refuse_techniques(resolved)
+    return resolved
+
+
+def _refuse_techniques(resolved: Any) -> None:
+    from afina.errors import ConfigError
+
+    if not resolved.keys:
+        raise ConfigError(
+            "there is no technique: nothing would train",
+            got="techniques: []",
+            cure="leave `techniques` out (then it is lora), or name one: --technique lora",
+        )
+    for option, path in FLAGS.items():
+        group, _, key = path.rpartition(".")[0].rpartition(".")
+        # An option lists its technique where nothing else did; beside others that were listed, that is a slip.
+        if group == "techniques" and resolved.origins.get(f"{group}.{key}") == f"--{option}":
+            others = [other for other in resolved.keys if other != key]
+            if others:
+                raise ConfigError(
+                    f"--{option} is a setting of {key}, which is not among the techniques",
+                    got=", ".join(others),
+                    cure=f"leave --{option} out, or take {key}: --technique {key}",
+                )
 
 
 def _run(
@@ -174,12 +211,13 @@ def _run(
     start: dict[str, Any],
     way: dict[str, bool],
     changing: dict[str, Any],
+    reads: Mapping[str, Any],
 ) -> None:
     """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
     from afina.models.hub import load
     from afina.models.precision import choose
     from afina.table import apply, check
-    from afina.train import folder
+    from afina.train import folder, result
     from afina.train.options import RunOptions
     from afina.train.report import reporter
     from afina.train.run import train
@@ -188,6 +226,7 @@ def _run(
     settings = resolved.config
     check(settings.techniques)
     folder.refuse_used(out, **way)
+    folder.refuse_inside(out, reads)
     folder.refuse_busy(out)
     say = reporter()
     say.say(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
@@ -206,12 +245,13 @@ def _run(
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
-        evaluate=_scorer(settings, tokenizer),
         reporter=say,
         config=resolved,
+        **scoring(settings, tokenizer),
         **way,
         **changing,
     )
+    before = result.read(out) if way["resume"] else None
     run = train(
         model,
         tokenizer,
@@ -222,12 +262,23 @@ def _run(
         settings=settings.train,
         options=options,
     )
+    if run != before:  # of a run that was finished before, all is said
+        for line in _told(run):
+            say.say(line)
+
+
+def _told(run: Any) -> list[str]:
+    """What a run came to, and what to do next."""
+    from afina.errors import counted
+
     scores = "".join(f", validation {name} {value:.4f}" for name, value in run.scores.items())
-    steps = "1 step" if run.steps == 1 else f"{run.steps} steps"
-    say.say(f"done: {steps}, loss {run.loss:.4f} over the last tenth{scores}")
-    say.say(f"  {run.weights}   the trained weights")
-    say.say(f"  {run.folder / 'loss.png'}   the loss")
-    say.say(f"next: afina chat {run.folder}")
+    skipped = f" ({run.skipped} of {run.steps} skipped)" if run.skipped else ""
+    return [
+        f"done: {counted(run.steps, 'step')}{skipped}, loss {run.loss:.4f} over the last tenth{scores}",
+        f"  {run.weights}   the trained weights",
+        f"  {run.folder / 'loss.png'}   the loss",
+        f"next: afina chat {run.folder}",
+    ]
 
 
 def _with_absolute_paths(resolved: Any) -> Any:
@@ -240,16 +291,3 @@ def _with_absolute_paths(resolved: Any) -> Any:
     named = {"model": config.model, "source": config.source, "val": config.val}
     changed = {field: absolute(name) for field, name in named.items()}
     return replace(resolved, config=replace(config, **changed))
-
-
-def _scorer(settings: Any, tokenizer: Any) -> Any:
-    """What `train.best` needs beyond the loss."""
-    if settings.train.best == "loss":
-        return None
-    from afina.evaluate.evaluate import evaluate
-
-    def score(model: Any, rows: Any) -> dict[str, float]:
-        values = evaluate(model, tokenizer, rows, settings.eval).values
-        return {name: value for name, value in values.items() if name != "loss"}
-
-    return score

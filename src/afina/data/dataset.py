@@ -70,7 +70,8 @@ def prepare(
     format, examples = _examples(found, settings, bad)
     made = draft(format.name, tokenizer, examples, settings, bad, labels, stop_ids)
     _refuse(bad, found, settings, left=len(made.examples))
-    tally = _Tally(_limit(tokenizer, settings, max_tokens), settings.over_long)
+    readable = _readable(tokenizer, max_tokens)
+    tally = _Tally(_limit(settings, readable), readable, settings.over_long)
     for place, _ in bad.found:
         tally.refused(place)
     rows = [
@@ -112,19 +113,26 @@ def _refuse(bad: BadRows, found: Read, settings: DataSettings, *, left: int) -> 
         bad.refuse(found.name, found.total, offer=None)
 
 
-def _limit(tokenizer: Any, settings: DataSettings, max_tokens: int | None) -> int | None:
+def _readable(tokenizer: Any, max_tokens: int | None) -> int | None:
+    """Tokens that the model can read; None where nobody says."""
     own = getattr(tokenizer, "model_max_length", None)
     if (
         max_tokens is None and own is not None and own < 10**9
     ):  # Transformers says "unknown" with 1e30
-        max_tokens = int(own)
-    if settings.max_tokens is not None and settings.max_tokens > (max_tokens or 10**9):
+        return int(own)
+    return max_tokens
+
+
+def _limit(settings: DataSettings, readable: int | None) -> int | None:
+    """The longest row allowed."""
+    if readable is not None and settings.max_tokens is not None and settings.max_tokens > readable:
         raise DataError(
             "data.max_tokens is more than the model can read",
             got=settings.max_tokens,
-            wanted=f"at most {max_tokens}",
+            wanted=f"at most {readable}",
+            cure=f"data.max_tokens={readable}, or leave it out",
         )
-    return settings.max_tokens or max_tokens
+    return settings.max_tokens or readable
 
 
 @dataclass
@@ -132,6 +140,7 @@ class _Tally:
     """Cuts or drops one row at a time and keeps count."""
 
     limit: int | None
+    readable: int | None
     over_long: str
     dropped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -201,7 +210,9 @@ class _Tally:
             if others
             else f"{length} tokens",
             wanted=f"at most {self.limit}",
-            cure=f"data.max_tokens={longest}, or data.over_long=drop or truncate",
+            cure=f"data.max_tokens={longest}, or data.over_long=drop or truncate"
+            if self.readable is None or longest <= self.readable
+            else f"data.over_long=drop or truncate: the model reads {self.readable} tokens",
         )
 
     def _drop(self, why: str, source: str, length: int) -> None:
@@ -258,6 +269,7 @@ def _report(
         truncated=tally.truncated,
         lost_tokens=tally.lost_tokens,
         max_tokens=tally.limit,
+        readable_tokens=tally.readable,
         tokens=sum(len(row.tokens) for row in rows),
         trained_tokens=sum(row.trained_tokens for row in rows),
         lengths=quantiles([len(one.tokens) for one in made.masked]),
@@ -269,6 +281,15 @@ def _report(
 
 
 def _cure(tally: _Tally, report: DataReport) -> str:
+    """What helps when no row is left."""
     if tally.dropped[OVER_LONG] or tally.dropped[CUT_AWAY]:
-        return f"raise data.max_tokens (the longest row has {report.lengths['max']}), or shorten the rows"
+        longest, most = report.lengths["max"], report.readable_tokens
+        if report.may_be_longer:
+            enough = longest if most is None else min(longest, most)
+            return f"data.max_tokens={enough} (the longest row has {longest}), or shorten the rows"
+        what = "the rows" if tally.dropped[OVER_LONG] else "their prompts"
+        cut = ", or cut them: data.over_long=truncate" if tally.dropped[OVER_LONG] else ""
+        return f"shorten {what}: the model reads {most} tokens{cut}"
+    if report.format == "text":
+        return "give the rows a text"
     return "give every row an assistant's answer, or data.train_on=text to train on every token"

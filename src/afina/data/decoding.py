@@ -6,7 +6,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from afina.errors import DataError
+from afina.errors import DataError, counted
 
 GZIP = b"\x1f\x8b"
 
@@ -124,13 +124,13 @@ def refuse_binary(path: Path, raw: bytes) -> None:
         name = "UTF-16LE" if odd > even else "UTF-16BE"
         raise DataError(
             f"{path}: this looks like {name} without its byte-order mark",
-            got=f"{nuls} NUL bytes among the first {len(sample)}",
+            got=f"{counted(nuls, 'NUL byte')} among the first {len(sample)}",
             wanted="UTF-8 text",
             cure=f"iconv -f {name} -t UTF-8 {path} > fixed{path.suffix}",
         )
     raise DataError(
         f"{path}: this is binary, not text",
-        got=f"{nuls} NUL bytes among the first {len(sample)}; it begins {raw[:16]!r}",
+        got=f"{counted(nuls, 'NUL byte')} among the first {len(sample)}; it begins {raw[:16]!r}",
         wanted="UTF-8 text",
         cure="a file that was being written when the machine stopped can be all NULs: write it again"
         if nuls == len(sample)

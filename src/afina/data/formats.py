@@ -136,7 +136,7 @@ def recognise(
     """
     fitting = [fits(row.columns, tuple(settings.columns)) for row in rows]
     if settings.format == "auto":
-        name = _most(rows, fitting)
+        name = _most(rows, fitting, settings.columns)
     else:
         name, fitting = settings.format, [fits(row.columns) for row in rows]
     first = next((row for row, names in zip(rows, fitting, strict=True) if name in names), None)
@@ -146,7 +146,7 @@ def recognise(
             if name in names:
                 kept.append(row)
             elif settings.format != "auto" or first is None:
-                refused.add(row.source, _not_as_stated(row, name))
+                refused.add(row.source, _not_as_stated(row, name, first, settings.columns))
             else:
                 refused.add(row.source, _mixed(first, name, row, names))
     if settings.format != "auto":
@@ -159,11 +159,13 @@ def recognise(
     return Format(name, _why(name, kept, len(rows), others)), kept
 
 
-def _most(rows: Sequence[RawRow], fitting: Sequence[Sequence[str]]) -> str:
+def _most(
+    rows: Sequence[RawRow], fitting: Sequence[Sequence[str]], mapped: Mapping[str, str]
+) -> str:
     """The format that most rows fit; of equals the better one, then the first met."""
     counts = Counter(name for names in fitting for name in names)
     if not counts:
-        raise _unknown(rows[0])
+        raise _unknown(rows[0], mapped)
     best = max(counts.values())
     return next(name for names in fitting for name in names if counts[name] == best)
 
@@ -174,7 +176,7 @@ def _why(name: str, kept: Sequence[RawRow], total: int, others: Sequence[str]) -
     elif len(kept) == total:
         all_of = f"all {total} rows have"
     else:
-        all_of = f"{len(kept)} of {total} rows have"
+        all_of = f"{len(kept)} of {total} rows {'has' if len(kept) == 1 else 'have'}"
     why = f"{all_of} {' and '.join(_columns_of(name, kept[0].columns))}"
     return f"{why} (they would also fit {', '.join(others)})" if others else why
 
@@ -185,12 +187,21 @@ def _columns_of(name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
     return REQUIRED[name]
 
 
-def _not_as_stated(row: RawRow, name: str) -> DataError:
+def _not_as_stated(
+    row: RawRow, name: str, first: RawRow | None, mapped: Mapping[str, str]
+) -> DataError:
+    """The error of a row that does not fit `data.format`; `first` is one that does, if any."""
+    if first is not None:
+        cure = f"complete that row as {first.source} is, or remove it"
+    else:
+        others = fits(row.columns)
+        stated = f"data.format={others[0]}, or leave data.format out" if others else None
+        cure = _cure(row.columns, mapped, name) or stated or "leave data.format out"
     return DataError(
         f"{row.source}: not a row of format {name}, which data.format states",
         got=_columns_and_empty(row),
         wanted=" and ".join(REQUIRED[name]),
-        cure=_fill(row, [name]) or _cure(row.columns) or "remove data.format to have it recognised",
+        cure=_fill(row, [name]) or cure,
     )
 
 
@@ -221,14 +232,14 @@ def _mixed(first: RawRow, name: str, row: RawRow, fitting: list[str]) -> DataErr
     )
 
 
-def _unknown(row: RawRow) -> DataError:
+def _unknown(row: RawRow, mapped: Mapping[str, str]) -> DataError:
     formats = "; ".join(f"{name}: {' + '.join(cols)}" for name, cols in REQUIRED.items())
     return DataError(
         f"{row.source}: no known format",
         got=_columns_and_empty(row),
         wanted=formats,
         cure=_fill(row, list(REQUIRED))
-        or _cure(row.columns)
+        or _cure(row.columns, mapped)
         or "map your columns: --set 'data.columns={prompt: YOURS, completion: YOURS}'",
     )
 
@@ -237,40 +248,59 @@ _JOINED = re.compile(r"\w+([^\w\s.-])\w")
 """Two names in one, with a sign between them."""
 
 
-def _cure(columns: Mapping[str, Any]) -> str | None:
-    """Up to three mappings worth trying, from the names and types of the columns."""
+def _cure(
+    columns: Mapping[str, Any], mapped: Mapping[str, str], stated: str | None = None
+) -> str | None:
+    """Up to three mappings worth trying, from the names and types of the columns.
+
+    Args:
+        columns: of a row, renamed as `mapped` says.
+        mapped: our name -> the file's, as given already.
+        stated: the one format that they may make; None is any.
+    """
     (only, *more) = columns or [""]
     joined = None if more else _JOINED.match(only)
     if joined:
         return (
             f"is {joined[1]!r} what separates the columns? Use a comma, a semicolon, a bar or a tab"
         )
+    tries = [
+        one
+        for one in _guesses(columns)
+        if stated is None or sorted(one) == sorted(REQUIRED[stated])
+    ]
+    said = [_mapping(one, mapped) for one in tries[:3]]
+    return " or ".join(dict.fromkeys(one for one in said if one)) or None
+
+
+def _guesses(columns: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Our name -> the column it may be."""
     lower = {name.lower(): name for name, value in columns.items() if value is not None}
 
     def alike(ours: str) -> list[str]:
         named = (ours, *_ALIKE[ours])
         return [lower[name] for name in named if name in lower]
 
-    tries: list[str] = []
+    tries: list[dict[str, str]] = []
     for left, right in (("prompt", "completion"), ("text", "label")):
         pairs = [(a, b) for a in alike(left) for b in alike(right) if a != b]
-        tries += [_mapping({left: a, right: b}) for a, b in pairs[:1]]
-    tries += [_mapping({"text": name}) for name in alike("text")[:1] if name != "text"]
+        tries += [{left: a, right: b} for a, b in pairs[:1]]
+    tries += [{"text": name} for name in alike("text")[:1] if name != "text"]
     long = [name for name, value in columns.items() if isinstance(value, str)]
     if not tries and len(long) == 2:
-        tries.append(_mapping({"prompt": long[0], "completion": long[1]}))
+        tries.append({"prompt": long[0], "completion": long[1]})
     if not tries and len(long) == 1:
-        tries.append(_mapping({"text": long[0]}))
-    return " or ".join(f"--set 'data.columns={one}'" for one in tries[:3]) or None
+        tries.append({"text": long[0]})
+    return tries
 
 
-def _mapping(columns: Mapping[str, str]) -> str:
-    """The mapping as `data.columns` takes it; a column that has our name already needs no entry."""
-    return (
-        "{"
-        + ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items() if ours != theirs)
-        + "}"
-    )
+def _mapping(columns: Mapping[str, str], mapped: Mapping[str, str]) -> str:
+    """What to type for a mapping; a column that has our name in the file already needs no entry."""
+    theirs = {ours: mapped.get(name, name) for ours, name in columns.items()}
+    pairs = [f"{ours}: {name}" for ours, name in theirs.items() if ours != name]
+    if pairs:
+        return f"--set 'data.columns={{{', '.join(pairs)}}}'"
+    return "leave data.columns out" if mapped else ""
 
 
 def convert(rows: Sequence[RawRow], format: Format, bad: BadRows | None = None) -> list[Example]:

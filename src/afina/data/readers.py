@@ -1,4 +1,4 @@
-r"""One reader a file type. Each yields (line, columns) with the true line number, counted from 1.
+r"""One reader a file type. Each yields (place, columns); a place is the true line number, counted from 1.
 
 A row that cannot be read is yielded too, as the error that says why, so that a file is read to its end and all its bad
 rows are told at once; what spoils a whole file is raised.
@@ -19,7 +19,8 @@ from afina.data.decoding import text_of, what_is
 from afina.data.tables import read_csv, read_parquet
 from afina.errors import DataError
 
-Rows = Iterator[tuple[int, dict[str, Any] | DataError]]
+Rows = Iterator[tuple[int | str, dict[str, Any] | DataError]]
+"""Rows, or what is wrong with them, each with its place in the file."""
 
 
 class _Twice(ValueError):
@@ -93,12 +94,17 @@ def _line(path: Path, line: int, piece: str, last: bool) -> dict[str, Any] | Dat
     except json.JSONDecodeError as error:
         return DataError(
             f"{path}:{line}: not a line of JSON",
-            got=f"{piece[:80]!r} ({error.msg} at column {error.colno})",
+            got=f"{piece[:80]!r} ({_said(error)} at column {error.colno})",
             wanted="one whole JSON object a line",
             cure=_cure_of_line(path, line, piece, last),
         )
     except DataError as error:
         return error
+
+
+def _said(error: json.JSONDecodeError) -> str:
+    """What Python's reader says, without the preposition or colon that a place would follow."""
+    return error.msg.rstrip(": ").removesuffix(" at")
 
 
 def _cure_of_line(path: Path, line: int, piece: str, last: bool) -> str:
@@ -117,13 +123,13 @@ def _cure_of_line(path: Path, line: int, piece: str, last: bool) -> str:
     return "correct or remove that line"
 
 
-def _object(path: Path, line: int, value: Any) -> dict[str, Any]:
+def _object(path: Path, place: int | str, value: Any) -> dict[str, Any]:
     """The columns of a row; a string alone is a text, as a line of a .txt file is."""
     if isinstance(value, str):
         return {"text": value}
     if not isinstance(value, dict):
         raise DataError(
-            f"{path}:{line}: a row must be an object of columns",
+            f"{path}:{place}: a row must be an object of columns",
             got=f"{type(value).__name__} {json.dumps(value)[:60]}",
             wanted='{"prompt": …, "completion": …} or another known format',
             cure=f"a whole list on one line? name the file {path.with_suffix('.json').name}"
@@ -208,26 +214,38 @@ def _value_of(path: Path, text: str, start: int, wanted: str) -> int:
 def _items(path: Path, text: str, start: int, alone: bool = False) -> Rows:
     """The objects of the list that begins at `start`, each with the line it begins on.
 
+    Where several begin on one line, as in a document that is one line, the place is "line[item]", counted from 0 in
+    the list, as programs that read JSON do.
+
     With `alone`, anything after the list is an error, so that no row is lost in silence.
     """
     at = _skip(text, start + 1)
-    line, seen = 1, 0
+    line, item, beside = 1 + text.count("\n", 0, at), 0, False
     while text[at : at + 1] != "]":
-        line, seen = line + text.count("\n", seen, at), at
-        value, at = _decoded(path, line, text, at)
+        value, end = _decoded(path, line, text, at)
+        following = _following(text, end)
+        lines = text.count("\n", at, following)
+        more = not lines and text[following] != "]"
+        place: int | str = f"{line}[{item}]" if beside or more else line
         try:
-            yield line, _object(path, line, value)
+            yield place, _object(path, place, value)
         except DataError as error:
-            yield line, error
-        at = _skip(text, at)
-        if text[at : at + 1] == ",":
-            at = _skip(text, at + 1)
-            if text[at : at + 1] == "]":
-                raise json.JSONDecodeError("a comma before the end of the list", text, at)
-        elif text[at : at + 1] != "]":
-            raise json.JSONDecodeError("expected ',' or ']'", text, at)
+            yield place, error
+        at, line, item, beside = following, line + lines, item + 1, more
     if alone and (rest := _skip(text, at + 1)) < len(text):
         raise json.JSONDecodeError("something follows the list of rows", text, rest)
+
+
+def _following(text: str, at: int) -> int:
+    """Where the next object of a list begins, or the bracket that ends it; `at` is the end of the one before."""
+    at = _skip(text, at)
+    if text[at : at + 1] == ",":
+        at = _skip(text, at + 1)
+        if text[at : at + 1] == "]":
+            raise json.JSONDecodeError("a comma before the end of the list", text, at)
+    elif text[at : at + 1] != "]":
+        raise json.JSONDecodeError("expected ',' or ']'", text, at)
+    return at
 
 
 def read_lines(path: Path) -> Rows:

@@ -28,6 +28,7 @@ class DataReport:
         bad: the first rows that could not be used, each with what is wrong with it.
         truncated: rows kept but cut; lost_tokens: tokens lost by cutting and by dropping long rows.
         max_tokens: the longest row allowed; None is no limit.
+        readable_tokens: what the model can read; None is not known.
         tokens, trained_tokens: of the kept rows.
         lengths: quantiles of the rows' tokens before any cut: min, p50, p90, p99, max.
         duplicates: rows whose content occurred before.
@@ -53,10 +54,18 @@ class DataReport:
     lengths: dict[str, int]
     duplicates: int
     fingerprint: str
+    readable_tokens: int | None = None
     labels: tuple[str, ...] = ()
     places: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     bad: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def may_be_longer(self) -> bool:
+        """Whether a larger data.max_tokens is possible: the model would read longer rows than those allowed."""
+        if self.max_tokens is None:
+            return False
+        return self.readable_tokens is None or self.max_tokens < self.readable_tokens
 
     def lines(self) -> list[str]:
         """The report for the log, most important first."""

@@ -17,7 +17,7 @@ from afina.data.badrows import BadRows, gathering
 from afina.data.hubs import SPLITS, hub_rows, saved_rows
 from afina.data.readers import READERS, kind, read_file
 from afina.data.settings import DataSettings, Role
-from afina.errors import DataError, nearest
+from afina.errors import DataError, counted, nearest
 from afina.places import exists, local
 
 Source = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
@@ -234,7 +234,7 @@ def _folder(path: Path, settings: DataSettings, role: Role, notes: list[str]) ->
             wanted=", ".join(READERS),
         )
     shown = ", ".join(str(file.relative_to(path)) for file in files[:5])
-    notes.append(f"{path}: {len(files)} of {len(every)} data files are read: {shown}")
+    notes.append(f"{path}: read {len(files)} of {counted(len(every), 'data file')}: {shown}")
     return (row for file in files for row in _file(file, settings))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from afina.config import EvalSettings, of_kind
 from afina.data.settings import DataSettings
-from afina.errors import ConfigError, DataError
+from afina.errors import DataError
 from afina.evaluate import scores
 from afina.evaluate.answers import (
     choices_of,
@@ -19,8 +19,9 @@ from afina.evaluate.answers import (
     with_answer,
 )
 from afina.evaluate.inputs import Rows, rows_of
-from afina.evaluate.losses import class_scores, row_losses
-from afina.models.generate import Completion, evaluating
+from afina.evaluate.losses import class_scores, named, row_losses
+from afina.evaluate.measured import refuse_system
+from afina.models.generate import Completion, evaluating, refuse_unanswerable
 from afina.models.generate import generate as answer_all
 from afina.models.prompts import check_pair
 from afina.types import Row
@@ -117,12 +118,7 @@ def evaluate(
     """
     settings, data = of_kind(EvalSettings, settings), of_kind(DataSettings, data)
     check_pair(model, tokenizer)
-    if settings.answers.system is not None:
-        raise ConfigError(
-            "eval.answers.system changes nothing: each row is asked with its own prompt, as in training",
-            got=repr(settings.answers.system[:60]),
-            cure="give the rows a system turn, or a column `system`",
-        )
+    refuse_system(settings)
     rows = rows_of(model, tokenizer, rows, data)[: settings.max_rows]
     if not rows:
         raise DataError("there are no rows to evaluate", cure="give a file that has some")
@@ -222,6 +218,9 @@ def _answers(
             asked.append((entry, row, reference))
     if not settings.generate or not asked:
         return
+    for _, row, _ in asked:
+        prompt = row.tokens[: row.prompt_tokens]
+        refuse_unanswerable(model, tokenizer, prompt, f"the prompt of {named(row)}")
     answers = generate(
         model,
         tokenizer,

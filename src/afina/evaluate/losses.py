@@ -52,7 +52,7 @@ def row_losses(
             batch = [rows[n] for n in numbers]
             for n, loss in zip(numbers, _batch_losses(model, batch, device), strict=True):
                 if math.isnan(loss):
-                    raise not_finite(model, f"a loss of NaN at {_named(rows[n])}")
+                    raise not_finite(model, f"a loss of NaN at {named(rows[n])}")
                 sums[n] = loss
             done += len(numbers)
             if on_progress is not None:
@@ -87,7 +87,7 @@ def class_scores(
             guesses = logits_BC.argmax(dim=-1)
             if losses.isnan().any():
                 first = rows[numbers[int(losses.isnan().int().argmax())]]
-                raise not_finite(model, f"a loss of NaN at {_named(first)}")
+                raise not_finite(model, f"a loss of NaN at {named(first)}")
             pairs = zip(losses.tolist(), guesses.tolist(), strict=True)
             scored.update(zip(numbers, pairs, strict=True))
             if on_progress is not None:
@@ -95,7 +95,7 @@ def class_scores(
     return [scored[n] for n in range(len(rows))]
 
 
-def _named(row: Row) -> str:
+def named(row: Row) -> str:
     """Where a row came from, else its number."""
     return row.source or f"row {row.id}"
 

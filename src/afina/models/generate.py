@@ -30,7 +30,16 @@ from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
 from afina.models.tokenizer import outside
 
-__all__ = ["Completion", "Prompt", "encode", "evaluating", "generate", "stop_ids", "stream"]
+__all__ = [
+    "Completion",
+    "ContextFull",
+    "Prompt",
+    "check_generates",
+    "encode",
+    "evaluating",
+    "generate",
+]
+__all__ += ["refuse_unanswerable", "stop_ids", "stream"]
 
 
 @dataclass(frozen=True)
@@ -92,11 +101,12 @@ def generate(
     """
     settings = of_kind(GenerateSettings, settings)
     check_pair(model, tokenizer)
-    _check_generates(model)
+    check_generates(model)
     ids = [encode(tokenizer, one, system=settings.system) for one in check_prompts(prompts)]
     stops = stop_ids(model, tokenizer)
-    _check_ids(model, tokenizer, ids)
-    budgets = [_budget(model, tokens, settings, row) for row, tokens in enumerate(ids)]
+    for number, tokens in enumerate(ids, start=1):
+        refuse_unanswerable(model, tokenizer, tokens, f"prompt {number}")
+    budgets = [_budget(model, tokens, settings) for tokens in ids]
     answers = dict(answered or {})
     left = [row for row in range(len(ids)) if row not in answers]
     with evaluating(model):
@@ -129,10 +139,10 @@ def stream(
     """
     settings = of_kind(GenerateSettings, settings)
     check_pair(model, tokenizer)
-    _check_generates(model)
+    check_generates(model)
     ids = encode(tokenizer, messages, system=settings.system, tools=tools)
-    _check_ids(model, tokenizer, [ids])
-    budget = _budget(model, ids, settings, 0)
+    refuse_unanswerable(model, tokenizer, ids, "the prompt")
+    budget = _budget(model, ids, settings)
     job = _Job(model, tokenizer, settings, stop_ids(model, tokenizer), [ids], (0,))
     tokens: list[int] = []
     shown = ""
@@ -150,14 +160,19 @@ def stream(
         yield rest
 
 
-def _check_generates(model: Any) -> None:
+def check_generates(model: Any) -> None:
+    """Raises for a model that does not answer.
+
+    Raises:
+        ModelError: a classifier, an encoder, or one whose positions transformers gets wrong.
+    """
     can = getattr(model, "can_generate", None)
     if can is None or not can() or model.config.is_encoder_decoder:
         raise ModelError(
             "this model does not generate text from left to right",
             got=type(model).__name__,
             wanted="a causal language model",
-            cure="use `afina eval` for a classifier",
+            cure="measure a classifier: `afina eval` (in Python afina.evaluate)",
         )
     first = seams.first_position(model)
     if first:
@@ -165,35 +180,50 @@ def _check_generates(model: Any) -> None:
             "transformers gives this model wrong positions when it generates",
             got=f"{type(model).__name__}, whose rows begin at position {first}; generation begins them at 0",
             wanted="a model that counts its positions from 0",
-            cure="measure its loss: afina eval … --metrics loss",
+            cure="measure its loss: afina eval … --metrics loss (in Python EvalSettings(generate=False))",
         )
 
 
-def _check_ids(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> None:
-    for number, ids in enumerate(prompts, start=1):
-        strange = outside(model, ids)
-        if strange:
-            raise ModelError(
-                f"prompt {number} has a token that the model has no embedding for",
-                got=f"{tokenizer.decode(strange[:1])!r} (id {strange[0]})",
-                wanted=f"ids below {model.get_input_embeddings().weight.shape[0]}",
-                cure="take it out of the prompt, or use the tokenizer that the model was trained with",
-            )
+class ContextFull(ModelError):
+    """A prompt leaves no room for an answer."""
 
 
-def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings, row: int) -> int:
-    """The most tokens this prompt's answer may have: as set, or what the context leaves."""
-    limit = context_of(model)
-    if limit is None:
-        return settings.max_new_tokens
-    if len(ids) >= limit:
+def refuse_unanswerable(model: Any, tokenizer: Any, ids: Sequence[int], named: str) -> None:
+    """Raises for a prompt that the model cannot read, or that leaves no room for an answer.
+
+    Args:
+        model: a causal language model of Transformers.
+        tokenizer: its tokenizer.
+        ids: the prompt.
+        named: what it is called, such as its file and line.
+
+    Raises:
+        ModelError: see above.
+    """
+    strange = outside(model, ids)
+    if strange:
+        text = f"{tokenizer.decode(strange[:1])!r}, " if strange[0] >= 0 else ""
         raise ModelError(
-            f"prompt {row + 1} fills the model's whole context",
+            f"{named} has a token that the model has no embedding for",
+            got=f"{text}id {strange[0]}",
+            wanted=f"ids from 0 to {model.get_input_embeddings().weight.shape[0] - 1}",
+            cure="take it out of the prompt, or use the tokenizer that the model was trained with",
+        )
+    limit = context_of(model)
+    if limit is not None and len(ids) >= limit:
+        raise ContextFull(
+            f"{named} fills the model's whole context",
             got=counted(len(ids), "token"),
             wanted=f"fewer than {limit}",
             cure="shorten the prompt",
         )
-    return min(settings.max_new_tokens, limit - len(ids))
+
+
+def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings) -> int:
+    """The most tokens this prompt's answer may have: as set, or what the context leaves."""
+    limit = context_of(model)
+    most = settings.max_new_tokens
+    return most if limit is None else min(most, limit - len(ids))
 
 
 def _batches(

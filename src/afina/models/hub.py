@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from ..errors import ModelError
+from ..errors import ConfigError, ModelError
 from ..places import exists, local
 from .locate import resolve
 from .precision import choose, parse_device
@@ -54,8 +54,9 @@ def load(
 
     Raises:
         ModelError: not found, not usable, or not safe; the message says what to do.
-        ConfigError: unknown dtype.
+        ConfigError: unknown dtype or task, or what is no name or number.
     """
+    _check_task(task, num_labels)
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
     _warn_unverified(source, folder)
@@ -72,6 +73,16 @@ def load(
     seconds = time.perf_counter() - started
     log.info("%s (%s) on %s in %.1f s; %s", source, kind, place, seconds, precision)
     return model, tokenizer
+
+
+def _check_task(task: str | None, num_labels: int | None) -> None:
+    if task is not None and task not in get_args(Task):
+        raise ConfigError("unknown task", got=repr(task)[:80], wanted=", ".join(get_args(Task)))
+    counts = isinstance(num_labels, int) and not isinstance(num_labels, bool) and num_labels > 0
+    if num_labels is not None and not counts:
+        raise ConfigError(
+            "num_labels is the number of classes", got=repr(num_labels)[:80], wanted="1 or more"
+        )
 
 
 def _warn_unverified(source: str | Path, folder: Path) -> None:

@@ -25,6 +25,9 @@ DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
 }
 
+CLOSE = 0.8
+"""How alike two names must be for a slip of the keyboard: bfloat and bfloat16 are, fp8 and fp16 are not."""
+
 CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 """Flags of /proc/cpuinfo that mean bf16 products in hardware, and what the extension is called."""
 
@@ -77,19 +80,32 @@ def choose(
     return Precision(torch.bfloat16, torch.bfloat16, f"a {place.type} device multiplies bf16")
 
 
-def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+def parse_dtype(
+    dtype: str | torch.dtype,
+    *,
+    wanted: str = "auto, fp32, bf16, fp16 or fp64",
+    default: str = "to let the device decide",
+) -> torch.dtype:
     """A torch dtype from itself or from its name.
+
+    Args:
+        dtype: see above.
+        wanted: the names to choose from, for the error.
+        default: what it is left out for.
 
     Raises:
         ConfigError: not a float format that a model can live in.
     """
     name = str(dtype).removeprefix("torch.").lower()
     if name not in DTYPES:
+        near = nearest(name, list(DTYPES), most=1, alike=CLOSE)
         raise ConfigError(
             "unknown dtype",
             got=dtype,
-            wanted=", ".join(nearest(name, list(DTYPES)) or ("auto", "fp32", "bf16", "fp16")),
-            cure="leave it out to let the device decide",
+            wanted=wanted,
+            cure=f"did you mean {near[0]}? Or leave it out {default}"
+            if near
+            else f"leave it out {default}",
         )
     return DTYPES[name]
 
@@ -104,16 +120,23 @@ def parse_device(device: str | torch.device | None) -> torch.device:
         return default_device()
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ModelError("unknown device", got=device, wanted="cpu, cuda, cuda:1, …") from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ModelError(
             "no such device here",
             got=device,
-            wanted=f"cpu, or one of {torch.cuda.device_count()} CUDA devices",
+            wanted=_devices(torch.cuda.device_count()),
             cure="leave the device out, or install a torch build for your GPU",
         )
     return place
+
+
+def _devices(of_cuda: int) -> str:
+    """What there is to choose from, in words."""
+    if not of_cuda:
+        return "cpu, for there is no CUDA device"
+    return "cpu or cuda:0" + (f" to cuda:{of_cuda - 1}" if of_cuda > 1 else "")
 
 
 def default_device() -> torch.device:

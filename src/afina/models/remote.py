@@ -70,7 +70,7 @@ def explain(error: Exception, repo: str, revision: str | None = None) -> ModelEr
             "the model is gated: its owner wants your consent first",
             got=repo,
             wanted="a token of an account that has been granted access",
-            cure=f"ask at https://huggingface.co/{repo}, then `hf auth login` or pass token=…",
+            cure=f"ask at https://huggingface.co/{repo}, then `hf auth login` or --token (in Python token=…)",
         )
     if isinstance(error, RevisionNotFoundError):
         return ModelError(
@@ -81,26 +81,26 @@ def explain(error: Exception, repo: str, revision: str | None = None) -> ModelEr
         )
     if isinstance(error, RepositoryNotFoundError):
         return ModelError(
-            "no such model on the Hugging Face Hub, or it is private",
+            "no such folder or file here, and no such model on the Hugging Face Hub, or it is private",
             got=repo,
             wanted="a folder, a .gguf file, a demo name (`afina models list`) or a hub id owner/name",
-            cure="check the spelling; for a private model `hf auth login` or pass token=…",
+            cure="check the spelling; for a private model `hf auth login` or --token (in Python token=…)",
         )
     return _unreachable(repo, error)
 
 
 def _missing(repo: str, revision: str | None) -> ModelError:
     return ModelError(
-        "the model is not in Hugging Face's cache, and offline mode forbids a download",
+        "no such folder or file here, and no such model in Hugging Face's cache, where offline mode looks",
         got=repo if revision is None else f"{repo} at {revision}",
-        wanted="a model fetched before",
-        cure=f"once, with a network and without HF_HUB_OFFLINE: afina models get {repo}",
+        wanted="a folder, a .gguf file, or a model of the hub that was fetched before",
+        cure=f"check the spelling; or once, with a network and without HF_HUB_OFFLINE: afina models get {repo}",
     )
 
 
 def _unreachable(repo: str, error: Exception) -> ModelError:
     return ModelError(
-        "the Hugging Face Hub did not give the model",
+        "no such folder or file here, and the Hugging Face Hub did not give such a model",
         got=f"{repo}: {type(error).__name__}: {error}",
         wanted="an answer from the Hub, or the model in Hugging Face's cache",
         cure="check the network, or use a folder, a .gguf file or a demo name (`afina models list`)",

@@ -56,9 +56,9 @@ def check_loaded(
         )
     if left and not new_head:  # where a head was left out on purpose, its tensors are
         log.warning(
-            "%s: %d tensors have no place in the model and are left out: %s",
+            "%s: %s without a place in the model, left out: %s",
             source,
-            len(left),
+            counted(len(left), "tensor"),
             ", ".join(left[:3]),
         )
 

@@ -74,9 +74,9 @@ def check_vocabulary(source: Any, model: Any, tokenizer: Any) -> None:
     added = set(tokenizer.added_tokens_decoder)
     if all(id in added for id in beyond.values()):
         log.warning(
-            "%s: the model has no embedding for %d added tokens of its tokenizer: %s",
+            "%s: the model has no embedding for %s of its tokenizer: %s",
             source,
-            len(beyond),
+            counted(len(beyond), "added token"),
             ", ".join(sorted(beyond)[:5]),
         )
         return

@@ -168,7 +168,7 @@ def check_files(folder: Path) -> dict[str, Stored]:
             raise ModelError(
                 f"a file of weights is missing: {shard}",
                 got=f"{folder} without it, and so without {counted(lost, 'tensor')}",
-                wanted=f"all {len(set(shards.values()))} files that {INDEX} names",
+                wanted=f"{counted(len(set(shards.values())), 'file')}, as {INDEX} names them",
                 cure="copy or download that file too",
             )
         found.update(read_header(folder / shard))

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from afina.errors import counted
+from afina.errors import ConfigError, counted, nearest
 from afina.train.preflight import Finding
 from afina.types import Row
 
@@ -39,8 +39,21 @@ class Checked:
     tokenizer: Any = None
 
     def __getitem__(self, name: str) -> Finding:
-        """The finding of the point `name`."""
-        return next(finding for finding in self.findings if finding.name == name)
+        """The finding of the point `name`.
+
+        Raises:
+            ConfigError: no point has this name.
+        """
+        found = {finding.name: finding for finding in self.findings}
+        if name not in found:
+            near = nearest(str(name), list(found), most=1)
+            raise ConfigError(
+                "no point of the check has this name",
+                got=repr(name),
+                wanted=", ".join(found),
+                cure=f"did you mean {near[0]!r}?" if near else None,
+            )
+        return found[name]
 
     @property
     def ok(self) -> bool:

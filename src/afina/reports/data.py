@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from afina.data.dataset import BAD, CUT_AWAY, OVER_LONG, TRUNCATED, UNTRAINED
 from afina.data.report import DataReport
 from afina.errors import counted
 from afina.train.preflight import Finding
@@ -30,11 +31,11 @@ def fate_of(reports: Sequence[DataReport]) -> Finding:
         return Finding("rows", "ok", "rows prepared in Python: none is dropped or cut")
     lost: list[str] = []
     for one in reports:
-        fates = {**one.dropped, **({"truncated": one.truncated} if one.truncated else {})}
+        fates = _fates(one)
         for why, count in fates.items():
             which = ", ".join(one.places.get(why, ()))
             more = ", …" if count > len(one.places.get(why, ())) else ""
-            dropped = "" if why == "truncated" else "dropped: "
+            dropped = "" if why == TRUNCATED else "dropped: "
             lost.append(f"{one.role}: {counted(count, 'row')} {dropped}{why} ({which}{more})")
     kept, read = sum(one.kept for one in reports), sum(one.read for one in reports)
     tokens = sum(one.lost_tokens for one in reports)
@@ -54,7 +55,28 @@ def fate_of(reports: Sequence[DataReport]) -> Finding:
         "rows",
         "warning",
         f"{said}; {counted(tokens, 'token')} lost",
-        "raise data.max_tokens, shorten these rows, or choose data.over_long (error, drop, truncate)",
+        _cure(reports),
         (*lost, *(line for one in reports for line in one.bad)),
         values,
     )
+
+
+def _fates(report: DataReport) -> dict[str, int]:
+    """Why rows are not there as they were given -> how many."""
+    return {**report.dropped, **({TRUNCATED: report.truncated} if report.truncated else {})}
+
+
+def _cure(reports: Sequence[DataReport]) -> str:
+    """What would save the rows that were lost, for each way of losing them."""
+    fates = {why for one in reports for why in _fates(one)}
+    ways: list[str] = []
+    if fates & {OVER_LONG, CUT_AWAY, TRUNCATED}:
+        more = "raise data.max_tokens, " if any(one.may_be_longer for one in reports) else ""
+        ways.append(
+            f"{more}shorten the long rows, or choose data.over_long (error, drop, truncate)"
+        )
+    if UNTRAINED in fates:
+        ways.append("give an answer to the rows that have none")
+    if BAD in fates:
+        ways.append("correct the rows that cannot be used")
+    return "; ".join(ways)

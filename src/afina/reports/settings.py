@@ -106,8 +106,8 @@ def schedule(rows: Sequence[Row], seen: float, total_steps: int, warmup_steps: i
             values=values,
         )
     if passes < 1:
-        unseen = len(rows) - round(seen)
-        return Finding("schedule", "note", f"{said}: {unseen} rows are never seen", values=values)
+        unseen = counted(len(rows) - round(seen), "row")
+        return Finding("schedule", "note", f"{said}: {unseen} never seen", values=values)
     return Finding("schedule", "ok", said, values=values)
 
 

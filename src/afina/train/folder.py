@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from afina.errors import RunError
-from afina.train import durable
+from afina.errors import RunError, nearest
+from afina.places import exists, local
+from afina.train import durable, ways
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
-BEFORE_CONFIG = ("data.json", "environment.json")
-"""Written before config.yaml: a folder with these alone is that of a run that was killed as it began."""
+BEFORE_CONFIG = {"data.json": "sources", "environment.json": "packages"}
+"""Written before config.yaml, and what each tells: a folder with these alone is of a run killed as it began."""
 OF_A_RUN = frozenset(
     (
         *BEFORE_CONFIG, CONFIG, "start.json", "result.json", "metrics.jsonl", "loss.png",
@@ -38,8 +40,7 @@ def refuse_used(out: Path, *, resume: bool, overwrite: bool) -> None:
         RunError: when it holds something and nobody said what to do with it, or there is nothing to resume.
     """
     if resume:
-        if not (out / CONFIG).exists():
-            raise RunError("there is no run to resume", got=out, wanted=f"a folder with {CONFIG}")
+        refuse_no_run(out)
         _refuse_unwritable(out)
         return
     _refuse_unwritable(out)
@@ -49,16 +50,64 @@ def refuse_used(out: Path, *, resume: bool, overwrite: bool) -> None:
         raise RunError(
             "the output folder is in use",
             got=out,
-            cure="name a new folder, or say --overwrite (the run in it is lost) or --resume",
+            cure=f"name a new folder, or go on with the run in it: {ways.resume(out)}, or lose it: "
+            f"{ways.OVERWRITE}",
         )
     foreign = sorted(path.name for path in _contents(out) if path.name not in OF_A_RUN)
     # A run.yaml that somebody wrote may be called config.yaml too; a run has written more.
-    if foreign or not (out / CONFIG).exists() or not (out / BEFORE_CONFIG[0]).exists():
+    if foreign or not (out / CONFIG).exists() or not _is_beginning(out / "data.json"):
         raise RunError(
             "the output folder holds something that is not a run, so it is not overwritten",
             got=f"{out} with {', '.join(foreign[:4])}" if foreign else out,
             cure="move it away, or name a new folder" if foreign else "name a new folder",
         )
+
+
+def refuse_no_run(out: Path) -> None:
+    """Raises when there is no run in a folder to go on with, naming those inside it, or one that is called alike.
+
+    Raises:
+        RunError: see above.
+    """
+    if (out / CONFIG).exists():
+        return
+    inside = sorted(path.parent for path in out.glob(f"*/{CONFIG}"))
+    beside = {path.parent.name: path.parent for path in out.parent.glob(f"*/{CONFIG}")}
+    alike = [beside[name] for name in nearest(out.name, list(beside))]
+    cure = "start one first, without --resume (in Python without resume=True)"
+    if inside:
+        cure = f"name a run in it: {' or '.join(map(str, inside[:5]))}"
+    elif alike:
+        cure = f"did you mean {' or '.join(map(str, alike))}?"
+    raise RunError(
+        "there is no run to resume", got=out, wanted=f"a folder with {CONFIG}", cure=cure
+    )
+
+
+def refuse_inside(out: Path, sources: Mapping[str, object]) -> None:
+    """Raises when what a new run is made from lies in its folder, where the run would take its place.
+
+    Args:
+        out: the run's folder.
+        sources: what the run reads, by what it is ("the model"); all but names of files and folders is passed over.
+
+    Raises:
+        RunError: naming it.
+    """
+    for what, name in sources.items():
+        if isinstance(name, str | Path) and exists(local(name)) and _lies_in(local(name), out):
+            raise RunError(
+                f"{what} lies in the folder of the run that would be made from it, and would be lost",
+                got=name,
+                wanted=f"a place outside of {out}",
+                cure="name another folder for the run, or copy this elsewhere and name the copy",
+            )
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path is a folder or a part of it; a link is where it stands, and where it leads."""
+    named = path.parent.resolve() / path.name
+    return any(one.is_relative_to(folder.resolve()) for one in (path.resolve(), named))
 
 
 def _refuse_unwritable(out: Path) -> None:
@@ -76,7 +125,18 @@ def _refuse_unwritable(out: Path) -> None:
 def _contents(out: Path) -> list[Path]:
     """What of a folder would be lost to a new run in it."""
     there = [p for p in out.iterdir() if p.name != LOCK and not durable.is_leftover(p)]
-    return [] if all(path.name in BEFORE_CONFIG for path in there) else there
+    return [] if all(_is_beginning(path) for path in there) else there
+
+
+def _is_beginning(path: Path) -> bool:
+    """Whether a file is one of those that a run writes first, and not somebody's own of that name."""
+    if path.name not in BEFORE_CONFIG:
+        return False
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and BEFORE_CONFIG[path.name] in found
 
 
 def refuse_busy(out: Path) -> None:

@@ -45,12 +45,13 @@ class Stopping:
 
 
 @contextmanager
-def between_steps(tell: Callable[[int], None]) -> Iterator[Stopping]:
+def between_steps(tell: Callable[[int, int], None]) -> Iterator[Stopping]:
     """Inside the block signals are noted instead of raised; elsewhere than in the main thread nothing changes.
 
     Args:
-        tell: called with 1, 2, … at the first signal, the second, …, at once and from another thread: Python's own
-            handlers wait until the C++ call that is going on (a whole backward pass) has returned.
+        tell: called with 1, 2, … at the first signal, the second, …, and with the signal's number, at once and from
+            another thread: Python's own handlers wait until the C++ call that is going on (a whole backward pass) has
+            returned.
     """
     stopping = Stopping()
     if threading.current_thread() is not threading.main_thread():
@@ -66,7 +67,7 @@ def between_steps(tell: Callable[[int], None]) -> Iterator[Stopping]:
 
 
 @contextmanager
-def _watched(tell: Callable[[int], None]) -> Iterator[None]:
+def _watched(tell: Callable[[int, int], None]) -> Iterator[None]:
     """Calls `tell` from a thread when a signal arrives, through the descriptor that the C handler writes to."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -76,7 +77,7 @@ def _watched(tell: Callable[[int], None]) -> Iterator[None]:
         while (byte := os.read(reader, 1)) != END:
             if byte[0] in NUMBERS:
                 asked += 1
-                tell(asked)
+                tell(asked, byte[0])
 
     thread = threading.Thread(target=watch, name="afina-signals", daemon=True)
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from torch import nn
 
 from afina.config import TrainSettings
 from afina.errors import ConfigError, RunError, counted
-from afina.train import checkpoint, durable, nonfinite
+from afina.train import checkpoint, durable, nonfinite, ways
 from afina.train.checkpoint import Contents
+from afina.train.fit import refuse_unmeasured
 from afina.train.interrupt import between_steps
 from afina.train.loop import Step
 from afina.train.memory import OutOfMemoryError
@@ -65,6 +67,12 @@ class Keeper:
         if self._spent():
             return
         metrics = MetricsFile(self.out, keep_below=self.state.step)
+        if self.state.unscored:
+            self._score(metrics.take(self.state.step), metrics)
+            self.saved = None  # what was saved knows nothing of these scores
+            self._save()
+            if self._spent():
+                return
         if metrics.missing:
             missing = f"{metrics.missing} of the first {counted(self.state.step, 'step')}"
             self.say.say(f"warning: metrics.jsonl has no figures for {missing}")
@@ -91,15 +99,17 @@ class Keeper:
         if self.state.step < self.state.total_steps:
             stopping.end()
 
-    def _tell(self, asked: int) -> None:
+    def _tell(self, asked: int, number: int) -> None:
         """What the user reads when a signal arrives, before the step has ended."""
         if asked == 1:
+            again = "press Ctrl-C again" if number == signal.SIGINT else "send the signal again"
             self.say.say(
-                f"finishing step {self.state.step + 1}, then saving; press Ctrl-C again to stop at once"
+                f"finishing step {self.state.step + 1}, then saving; {again} to stop at once"
             )
         else:
-            lost = "all steps" if self.saved is None else f"the steps after {self.saved}"
-            self.say.say(f"stopping at once; {lost} are not saved")
+            none = self.saved is None
+            lost = "no step is saved" if none else f"the steps after {self.saved} are not saved"
+            self.say.say(f"stopping at once; {lost}")
 
     def _stop(self, step: int) -> None:
         self._save()
@@ -131,19 +141,42 @@ class Keeper:
         if self.changes:
             line["changed"] = {d.name: [d.then, d.now] for d in self.changes}
             self.changes = ()
-        if self._due(step.step, self.settings.eval_every) and self.score is not None:
-            self._scores = scores = self.score(self.model)
-            line.update({f"val_{name}": value for name, value in scores.items()})
-            self._judge(scores)
-            told = "  ".join(f"val {name} {value:.4f}" for name, value in scores.items())
-            self.say.say(f"step {step.step}: {told}")
-        metrics.add(line)
+        if self._due(step.step, self.settings.eval_every):
+            self._score(line, metrics)
+        else:
+            metrics.add(line)
         self.say.step(step, self.state.total_steps)
         if board is not None:
             _to_board(board, line)
         if self._due(step.step, self.settings.save_every) or self.state.best_step == step.step:
             metrics.sync()
             self._save()
+
+    def _score(self, line: dict[str, Any], metrics: MetricsFile) -> None:
+        """Writes the figures of the newest step with the scores of its weights.
+
+        Whatever an evaluation raises passes; the run is saved before, and is evaluated here when it goes on.
+        """
+        try:
+            self._scores = {} if self.score is None else self.score(self.model)
+            if self._scores:
+                self._judge(self._scores)
+        except Exception:
+            metrics.add(line)
+            metrics.sync()
+            self.state, self._scores = replace(self.state, unscored=True), {}
+            self._save()
+            self.say.say(
+                f"the evaluation after step {self.state.step} failed, and the run is saved as it was before it; "
+                f"go on with: {ways.resume(self.out)}"
+            )
+            raise
+        self.state = replace(self.state, unscored=False)
+        line.update({f"val_{name}": value for name, value in self._scores.items()})
+        metrics.add(line)
+        if self._scores:
+            told = "  ".join(f"val {name} {value:.4f}" for name, value in self._scores.items())
+            self.say.say(f"step {self.state.step}: {told}")
 
     def _count(self, step: Step) -> None:
         """Notes a step's place in the data, and whether it was skipped.
@@ -179,11 +212,7 @@ class Keeper:
     def _judge(self, scores: Mapping[str, float]) -> None:
         """Notes whether these scores are the best so far."""
         name = self.settings.best
-        if name not in scores:
-            raise ConfigError(
-                f"train.best is {name}, which this validation does not measure",
-                wanted=", ".join(scores),
-            )
+        refuse_unmeasured(name, scores)
         score = scores[name] if name == "loss" else -scores[name]
         better = self.state.best_score is None or score < self.state.best_score
         # A score that is not a number is never better.
@@ -211,8 +240,12 @@ class Keeper:
 
         Returns:
             The weights' folder and the step they are from: the best scored one, else the last.
+
+        Raises:
+            RunError: when no step moved the weights; they are not put in their place.
         """
         self._save()
+        self._refuse_unmoved()
         step = self.state.best_step or self.state.step
         name = "adapter" if self.contents.edit.deltas else "model"
         weights = checkpoint.copy_of_weights(self.out, step, name)
@@ -222,6 +255,20 @@ class Keeper:
             best = self.settings.best
             self.say.say(f"kept the weights of step {step}, the best by validation {best}")
         return weights, step
+
+    def _refuse_unmoved(self) -> None:
+        if self.state.skipped < self.state.step:
+            return
+        batches = self.out / "nan"
+        raise RunError(
+            "nothing was learnt: no step of this run moved the weights",
+            got=f"{self.state.skipped} of {counted(self.state.step, 'step')} skipped",
+            wanted="a step with a finite loss and gradient, and a row that trains",
+            cure=f"look at the batches in {batches}, lower train.lr, or {ways.IN_FP32}; then begin anew: "
+            f"{ways.OVERWRITE}"
+            if batches.is_dir()
+            else "train more steps: the rows of these have no token to learn",
+        )
 
 
 def _board(out: Path, done: int) -> Any:

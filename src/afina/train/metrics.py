@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,17 @@ class MetricsFile:
         self.folder, self.path = folder, folder / FILE
         kept = [line for line in read_metrics(folder) if line["step"] <= keep_below]
         self.missing = keep_below - len(kept)
+        self._write(kept)
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with self._writing():
-            durable.write_text(self.path, "".join(map(_line, kept)))
+            durable.write_text(self.path, "".join(map(_line, lines)))
+
+    def take(self, step: int) -> dict[str, Any]:
+        """Takes the line of the newest step out of the file, to be added again with more in it."""
+        lines = read_metrics(self.folder)
+        self._write([line for line in lines if line["step"] != step])
+        return next((line for line in lines if line["step"] == step), {"step": step})
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Appends one step's figures; `step` counts from 1 (steps done), and what is not finite becomes null."""

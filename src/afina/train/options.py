@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ class RunOptions:
         base: name of the base model, for the files; None takes what it was loaded from.
         data_settings: how the data is read.
         evaluate: scores on validation rows beyond the loss (exact_match, accuracy).
+        measured: validation rows -> the names of the scores that `evaluate` gives for them; None: not known beforehand.
         seams: functions of techniques that change with time.
         mesh: the processes.
         reporter: None is a live line in a terminal and plain lines elsewhere.
@@ -40,6 +41,7 @@ class RunOptions:
     base: str | None = None
     data_settings: DataSettings = field(default_factory=DataSettings)
     evaluate: Scorer | None = None
+    measured: Callable[[Sequence[Row]], Collection[str]] | None = None
     seams: Seams = field(default_factory=Seams)
     mesh: Mesh = field(default_factory=OneProcess)
     reporter: Reporter | None = None
@@ -53,3 +55,9 @@ class RunOptions:
     def goes_on(self) -> bool:
         """Whether this is the rest of a run."""
         return self.resume or self.resume_from is not None
+
+    def scores(self, val_rows: Sequence[Row]) -> Collection[str] | None:
+        """The names of the scores that validation on these rows gives; None when that is not known beforehand."""
+        if self.evaluate is None:
+            return ("loss",)
+        return None if self.measured is None else self.measured(val_rows)

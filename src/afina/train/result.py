@@ -25,6 +25,7 @@ class Run:
         loss: mean training loss of the last tenth of the steps, weighted by trained tokens.
         scores: of the kept weights on the validation rows, by name (`loss`, …); empty without such rows.
         best_step: the step whose weights were kept.
+        skipped: steps that did not move the weights, for a loss that is not finite or rows without a label.
     """
 
     folder: Path
@@ -33,6 +34,7 @@ class Run:
     loss: float
     scores: Mapping[str, float]
     best_step: int
+    skipped: int = 0
 
     @property
     def val_loss(self) -> float | None:
@@ -44,6 +46,7 @@ def write(run: Run) -> None:
     """Marks a run as finished."""
     value = {
         "steps": run.steps,
+        "skipped": run.skipped,
         "best_step": run.best_step,
         "weights": run.weights.name,
         "loss": _plain(run.loss),
@@ -63,6 +66,7 @@ def read(folder: Path) -> Run | None:
             _number(found["loss"]),
             {name: _number(score) for name, score in found["scores"].items()},
             found["best_step"],
+            found.get("skipped", 0),  # which older versions did not write
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -87,6 +87,7 @@ class State:
         micro_tokens: tokens of a micro-batch, as decided for this machine; None when set by the user.
         machine: what else was decided.
         settings: what must be equal for a resumed run to be the same run, by dotted name or in words.
+        unscored: the evaluation due after this step failed, and is still to be made.
     """
 
     step: int
@@ -100,6 +101,7 @@ class State:
     micro_tokens: int | None = None
     machine: Machine | None = None
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    unscored: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ OVERWRITE = "--overwrite (in Python RunOptions(overwrite=True))"
 ALLOW_CHANGES = "--allow-changes (in Python RunOptions(allow_changes=True))"
 """Goes on with other data or settings."""
 
+IN_FP32 = "train in fp32: --set train.dtype=fp32 (in Python afina.load(…, dtype='fp32'))"
+
 
 def setting(name: str, value: object) -> str:
-    """A setting of the training with its value; null in the words of either side."""
-    python = "None" if value == "null" else value
-    return f"--set train.{name}={value} (in Python {name}={python})"
+    """A setting of the training with its value; None is null on the command line."""
+    shown = "null" if value is None else value
+    return f"--set train.{name}={shown} (in Python {name}={value!r})"
 
 
 def resume(

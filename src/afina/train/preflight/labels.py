@@ -40,21 +40,24 @@ def labels(rows: Sequence[Row], stops: Sequence[int]) -> Finding:
             "give the rows answers, or set data.train_on=text",
             values=values,
         )
-    share = f"{trained} of {counted(tokens, 'token')} are trained ({100 * trained / tokens:.0f} %)"
+    are = "is" if trained == 1 else "are"
+    share = (
+        f"{trained} of {counted(tokens, 'token')} {are} trained ({100 * trained / tokens:.0f} %)"
+    )
     if silent:
         return Finding(
             "labels",
             "warning",
             f"{counted(len(silent), 'row')} without a trained token: {places(silent)}; {share}",
-            "leave these rows out, or give them answers",
+            "leave out what has no answer, or give it one",
             values=values,
         )
     if empty:
         return Finding(
             "labels",
             "warning",
-            f"{counted(len(empty), 'row')} with an empty answer, which teach to stop at once: {places(empty)}",
-            "fill these answers, or leave the rows out",
+            f"{counted(len(empty), 'row')} with an empty answer, which teaches to stop at once: {places(empty)}",
+            "fill in what is empty, or leave it out",
             values=values,
         )
     return Finding("labels", "ok", share, values=values)
@@ -110,14 +113,15 @@ def _endless(
     known = " or ".join(_name(subject.tokenizer, id) for id in subject.stops) or "no stop token"
     none_stops = not values["stop_tokens"]
     why = "" if masked else " (cut there)"
+    do = "does" if values["without_stop"] == 1 else "do"
     return Finding(
         "stop token",
         "error" if masked and none_stops and not subject.given else "warning",
-        f"{values['without_stop']} of {counted(count, 'trained turn')} do not end with {known}{why}, so the model "
+        f"{values['without_stop']} of {counted(count, 'trained turn')} {do} not end with {known}{why}, so the model "
         f"does not learn to stop there: {places(rows)}",
         "end each answer with the stop token, and label it"
         if masked
-        else "shorten these rows, or set data.over_long=drop",
+        else "shorten what is too long, or set data.over_long=drop",
         values=values,
     )
 

@@ -55,16 +55,17 @@ def overlap(rows: Sequence[Row], val_rows: Sequence[Row]) -> Finding:
         return Finding(
             "overlap",
             "warning",
-            f"{len(pairs)} validation rows are also training rows, so their score is too good "
+            f"{counted(len(pairs), 'validation row')} also among the training rows, so the score is too good "
             f"(row {place(one)} is {place(other)})",
             "take them out of one side; data.val_fraction never splits equal rows",
             values=values,
         )
     if prompted:
-        said = f"no row is on both sides, but {prompted} of {len(val_rows)} validation prompts are"
-        return Finding(
-            "overlap", "note", f"{said} in the training rows, with other answers", values=values
+        said = (
+            f"no row is on both sides, but {prompted} of {counted(len(val_rows), 'validation prompt')} also among the "
+            "training rows, with another answer"
         )
+        return Finding("overlap", "note", said, values=values)
     return Finding(
         "overlap", "ok", "no validation row or prompt is a training row's", values=values
     )
