@@ -60,7 +60,7 @@ def project(x: Tensor, downs: Sequence[Tensor], *, dropout: float = 0.0) -> list
     # The seed comes from torch's own generator, so that recomputation, which restores it, gets the same mask.
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     h = _call(_Project, x, dropout, seed, *downs)
-    return [h] if len(downs) == 1 else list(h.split([a_RI.shape[0] for a_RI in downs], dim=-1))
+    return [h] if len(downs) == 1 else _split(h, downs, -1)
 
 
 def expand_add(h: Tensor, y: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
@@ -109,6 +109,11 @@ def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return cast("Callable[..., Tensor]", function.apply)(*args)  # pyright: ignore[reportUnknownMemberType]
 
 
+def _split(x: Tensor, downs: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Cut into as many ranks as each A has."""
+    return list(torch.split(x, [a_RI.shape[0] for a_RI in downs], dim=dim))
+
+
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -135,7 +140,7 @@ class _Project(torch.autograd.Function):
         if not any(needed):
             return dx, None, None, *(None for _ in downs)
         seen = x if mask is None else x * mask
-        parts = (dh_NR.t() @ _flat(seen)).split([a_RI.shape[0] for a_RI in downs])
+        parts = _split(dh_NR.t() @ _flat(seen), downs, 0)
         given = [d.to(a.dtype) if n else None for d, a, n in zip(parts, downs, needed, strict=True)]
         return dx, None, None, *given
 
