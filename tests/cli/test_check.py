@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
 
 from afina.cli import main
 from afina.cli.check import command
@@ -107,6 +108,18 @@ def test_without_a_model_the_format_is_recognised_all_the_same(
     assert (found["model"], found["format"], found["technique"]) == ("error", "ok", "skipped")
     assert main(["check", "no/such/model", "none.jsonl", "--json", "out.json", "--force"]) == 2
     assert statuses(place / "out.json")["format"] == "error"
+
+
+def test_a_model_that_cannot_train_yet_has_a_cure(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    BertModel(BertConfig(vocab_size=260, num_attention_heads=4, **sizes)).save_pretrained("bert")
+    byte_tokenizer().save_pretrained("bert")
+    assert main(["check", "bert", "rows.jsonl", "--quick"]) == 2
+    said = capsys.readouterr().out
+    assert "error    model          only causal language models can be trained so far" in said
+    assert "do: choose a decoder with its language-model head" in said
 
 
 def test_a_device_that_is_not_there_is_a_finding(place: Path) -> None:

@@ -149,7 +149,8 @@ class Case:
         values = {"trainable": trainable, "tensors": len(self.edit.trainable())}
         warned, noted = self.edit.warnings, self.edit.notes
         status = "warning" if warned else "note" if noted else "ok"
-        return [model, Finding("technique", status, said, "", (*warned, *noted), values)]
+        cure = "take another model, or train what can be reached" if warned else ""
+        return [model, Finding("technique", status, said, cure, (*warned, *noted), values)]
 
     def _loaded(self) -> Finding:
         """What the model is, or why only its outline could be had."""
