@@ -103,7 +103,7 @@ def test_rows_are_held_out_by_fraction_and_seed() -> None:
 
 def test_no_setting_of_data_is_left_out() -> None:
     elsewhere = {"val_fraction", "seed"}  # above
-    elsewhere |= {"packing"}  # tests/train: packed and padded batches
+    elsewhere |= {"packing", "share_prefixes"}  # tests/train: packed, padded and shared batches
     assert set(DATA) | set(OF_HUB) | elsewhere == set(DataSettings.model_fields)
 
 

@@ -1,7 +1,7 @@
 """The values that travel between rooms.
 
 Legend of the shape suffixes used everywhere in afina:
-B rows, T tokens, D width, H heads, R rank, E experts, V vocabulary, N trained positions.
+B rows, T tokens, D width, H heads, R rank, E experts, V vocabulary, N trained positions, M rows computed together.
 """
 
 from __future__ import annotations
@@ -44,6 +44,72 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Tokens that lie one after the other in a packed line and belong to one row, or to all rows that begin alike.
+
+    Attributes:
+        start: place of its first token in the line.
+        length: tokens.
+        before: the runs that come before it in its rows, from their beginning, as (start, length).
+    """
+
+    start: int
+    length: int
+    before: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def first(self) -> int:
+        """Place of its first token in its rows."""
+        return sum(length for _, length in self.before)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the queries and keys of rows that are computed together stand.
+
+    Query i of row m stands at place `first_M[m] + i` of its row, key j at place j.
+
+    Attributes:
+        first_M: place of a row's first query; int64.
+        keys_M: how many keys a row has; those behind are padding; int64.
+        first_least: the smallest of first_M.
+        first_most: the largest of first_M.
+        keys_least: the smallest of keys_M.
+    """
+
+    first_M: Tensor
+    keys_M: Tensor
+    first_least: int
+    first_most: int
+    keys_least: int
+
+    @staticmethod
+    def of(first_M: Tensor, keys_M: Tensor) -> Places:
+        """From the tensors alone."""
+        least, most = (int(x) for x in first_M.aminmax())
+        return Places(first_M, keys_M, least, most, int(keys_M.min()))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A packed line taken apart into blocks of rows of about one length, each padded to its longest.
+
+    Attributes:
+        queries_P: places in the line of all blocks' queries, block after block; padding repeats a row's last.
+        keys_Q: the same of the keys.
+        back_T: for each token of the line its index in queries_P.
+        blocks: of each block its rows, queries and keys a row, and where they stand.
+        shared: whether a key belongs to several rows.
+    """
+
+    queries_P: Tensor
+    keys_Q: Tensor
+    back_T: Tensor
+    blocks: tuple[tuple[int, int, int, Places], ...]
+    shared: bool
+
+
+@dataclass(frozen=True)
 class Batch:
     """The tensors of one forward and backward pass.
 
@@ -58,6 +124,9 @@ class Batch:
         real_tokens: tokens that are not padding.
         trained_tokens: positions whose target is not IGNORE.
         labels_B: class numbers, where every row has one.
+        runs: of a packed line.
+        entries: of a line in which rows share their beginnings, what is predicted where and for how many rows:
+            places in the line (N,), targets (N,), counts (N,); targets_BT is IGNORE throughout then.
     """
 
     tokens_BT: Tensor
@@ -69,6 +138,8 @@ class Batch:
     real_tokens: int
     trained_tokens: int
     labels_B: Tensor | None = None
+    runs: tuple[Run, ...] = ()
+    entries: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +152,7 @@ class Context:
     Attributes:
         segments_BT: as in `Batch`.
         positions_BT: as in `Batch`.
-        gather_NL: for packed rows, the place in the line of token l of row n, padded by repeating; None when not
-            packed.
-        scatter_T: the inverse: the place of each token of the line in the flattened gather_NL.
-        valid_NL: which places of gather_NL hold a token of their own, not a repeat.
+        layout: for packed rows, how attention takes them apart; None when not packed.
         step: number of the optimiser step, as a tensor so that a compiled graph does not change with it.
         seed: of this micro-batch's random draws.
         auxiliaries: what the pass brings back (router losses, key mass), by name.
@@ -92,9 +160,7 @@ class Context:
 
     segments_BT: Tensor
     positions_BT: Tensor
-    gather_NL: Tensor | None = None
-    scatter_T: Tensor | None = None
-    valid_NL: Tensor | None = None
+    layout: Layout | None = None
     step: Tensor | None = None
     seed: int = 0
     auxiliaries: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -134,15 +134,17 @@ def test_a_row_leaves_the_others_bitwise(
 
 
 def test_layout_of_ragged_rows_and_padding() -> None:
-    context = packed([2, 3], padding=1)
-    assert context.gather_NL is not None
-    assert context.gather_NL.tolist() == [[0, 1, 1], [2, 3, 4], [5, 5, 5]]
-    assert context.valid_NL is not None
-    assert context.valid_NL.tolist() == [
-        [True, True, False], [True, True, True], [True, False, False]
+    layout = packed([2, 3, 7], padding=1).layout
+    assert layout is not None
+    # The long row alone, then those of two and three tokens, then the padding.
+    assert [(rows, long, keys) for rows, long, keys, _ in layout.blocks] == [
+        (1, 7, 7), (2, 3, 3), (1, 1, 1)
     ]  # fmt: skip
-    assert context.scatter_T is not None
-    assert context.scatter_T.tolist() == [0, 1, 3, 4, 5, 6]
+    assert layout.queries_P.tolist() == [5, 6, 7, 8, 9, 10, 11, 2, 3, 4, 0, 1, 1, 12]
+    assert layout.queries_P[layout.back_T].tolist() == list(range(13))
+    assert torch.equal(layout.keys_Q, layout.queries_P)
+    assert not layout.shared
+    assert layout.blocks[1][3].keys_M.tolist() == [3, 2]
 
 
 # --- through Transformers ------------------------------------------------------------------------------------------

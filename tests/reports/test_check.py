@@ -153,7 +153,7 @@ def test_a_model_whose_numbers_are_broken_is_told_at_its_start(tmp_path: Path) -
     [
         ("afina.reports.packed.trained_logits", "packing"),
         ("afina.reports.steps.mean_loss", "start"),
-        ("afina.train.micro.token_losses", "first step"),
+        ("afina.train.passes.Passes.trial", "first step"),
     ],
 )
 def test_a_device_without_the_memory_is_told_where_it_is_met(

@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from afina.config import TrainSettings
-from afina.data.packing import collate
+from afina.data.settings import DataSettings
 from afina.models.forward import packing
+from afina.models.head import head_of
 from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import OneProcess
 from afina.table import apply
 from afina.techniques.lora import LoRA
-from afina.train import micro
 from afina.train.loop import Seams, Work, backward
 from afina.train.options import RunOptions
+from afina.train.passes import Passes
 from afina.train.report import Silent
 from afina.train.result import Run
 from afina.train.run import train
@@ -56,19 +57,22 @@ def work_of(
     *,
     rows_each: int | None = None,
     packed: bool = True,
+    shared: bool = False,
+    headed: bool = False,
     seams: Seams | None = None,
     total_steps: int = 4,
     **settings: Any,
 ) -> Work:
     """What the loop takes, for `edit`."""
     chosen = TrainSettings(steps=total_steps, **{"lr": 1e-2, "clip": None, **settings})
+    passes = Passes(edit.model, packed, shared, 257, head_of(edit.model) if headed else None)
     return Work(
         edit.model,
         edit,
         Optimiser(edit.trainable(), edit.lr_scales(), "adamw", {"lr": 1e-2, "weight_decay": 0.0}),
         chosen,
-        lambda rows: micro.cut(rows, rows_each=rows_each, tokens_each=None),
-        lambda rows: collate(rows, packed, 257),
+        lambda rows: passes.cut(rows, rows_each=rows_each, tokens_each=None),
+        passes,
         OneProcess(),
         seams or Seams(),
         total_steps,
@@ -95,15 +99,23 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 
 def run(
-    out: Path, technique: Any = None, *, model: Any = None, options: Any = None, **rest: Any
+    out: Path,
+    technique: Any = None,
+    *,
+    model: Any = None,
+    options: Any = None,
+    share: bool = True,
+    **rest: Any,
 ) -> Run:
-    """A run over ten ragged rows, four a step, unless told otherwise."""
+    """A run over ten ragged rows, four a step, unless told otherwise; `share` joins their common beginnings."""
     model = model or tiny_llama()
     edit = apply(model, [technique or LoRA(rank=2)], seed=1)
     given = {"rows_per_step": 4, "micro_rows": 2, "lr": 1e-2, **rest}
     val = given.pop("val", None)
     data = given.pop("data", ragged_rows(10))
-    options = RunOptions(**{"reporter": Silent(), "base": "tiny", **(options or {})})
+    data_settings = DataSettings(share_prefixes=share)
+    mine = {"reporter": Silent(), "base": "tiny", "data_settings": data_settings}
+    options = RunOptions(**{**mine, **(options or {})})
     return train(model, byte_tokenizer(), data, edit, out, val=val, options=options, **given)
 
 

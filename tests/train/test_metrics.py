@@ -10,6 +10,7 @@ import torch
 
 from afina.train import micro
 from afina.train.metrics import MetricsFile, plot_loss, read_metrics, smooth
+from afina.train.passes import Passes
 from tests.train.kit import ragged_rows
 
 
@@ -40,11 +41,17 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def passes() -> Passes:
+    """The way of packed rows through a small module."""
+    return Passes(torch.nn.Linear(1, 1), True, False, 0, None)
+
+
 def test_a_step_is_cut_by_rows_or_by_tokens_and_loses_none() -> None:
     rows = ragged_rows(7)
-    assert [len(m) for m in micro.cut(rows, rows_each=3, tokens_each=None)] == [3, 3, 1]
-    assert micro.cut(rows, rows_each=None, tokens_each=None) == [rows]
-    by_tokens = micro.cut(rows, rows_each=None, tokens_each=20)
+    way = passes()
+    assert [len(m) for m in way.cut(rows, rows_each=3, tokens_each=None)] == [3, 3, 1]
+    assert way.cut(rows, rows_each=None, tokens_each=None) == [rows]
+    by_tokens = way.cut(rows, rows_each=None, tokens_each=20)
     assert all(sum(len(r.tokens) for r in m) <= 20 for m in by_tokens)
     assert sorted(r.id for m in by_tokens for r in m) == list(range(7))
 
@@ -62,24 +69,24 @@ def test_the_size_found_holds_the_longest_row_and_no_more_than_memory_allows(
         tried.append(sum(len(row.tokens) for row in part))
         memory["peak"] = max(memory["peak"], tried[-1] * 10**6)
 
-    cpu = torch.device("cpu")
+    way = passes()
     monkeypatch.setattr(micro, "used_bytes", lambda device: 0)
     monkeypatch.setattr(micro, "peak_bytes", lambda device: memory["peak"])
     monkeypatch.setattr(micro, "free_bytes", lambda device: memory["free"])
-    assert micro.find_tokens(rows, run, cpu)[0] == 60
+    assert micro.find_tokens(rows, run, way)[0] == 60
     assert tried == [longest]
     memory.update(peak=0, free=10**12)
-    assert micro.find_tokens(rows, run, cpu)[0] == micro.MOST_TOKENS
+    assert micro.find_tokens(rows, run, way)[0] == micro.MOST_TOKENS
     memory.update(peak=0, free=10**6)
-    assert micro.find_tokens(rows, run, cpu)[0] == longest
+    assert micro.find_tokens(rows, run, way)[0] == longest
     # Where loading took more than one row does, rows are doubled until a pass takes more than loading did.
     tried.clear()
     memory.update(peak=3 * longest * 10**6, free=100 * 10**6)
-    assert micro.find_tokens(rows, run, cpu)[0] == 60
+    assert micro.find_tokens(rows, run, way)[0] == 60
     assert len(tried) > 1
     assert tried == sorted(tried)
     monkeypatch.setattr(micro, "peak_bytes", lambda device: None)
-    assert micro.find_tokens(rows, run, cpu) == (
+    assert micro.find_tokens(rows, run, way) == (
         micro.MOST_TOKENS,
         "this system does not tell memory use",
     )

@@ -57,6 +57,10 @@ class DataSettings(Frozen):
     packing: bool = Field(
         default=True, description="lay rows end to end, with no attention across them"
     )
+    share_prefixes: bool = Field(
+        default=True,
+        description="compute what rows of a micro-batch begin with in common once; needs packing, and no dropout",
+    )
     val_fraction: float = Field(
         default=0.0,
         ge=0.0,

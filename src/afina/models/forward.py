@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.errors import ModelError
+from afina.models.head import Head
 from afina.ops import attention
 from afina.types import IGNORE, Batch, Context
 
@@ -71,18 +72,13 @@ def trained_logits(
         seed: of this micro-batch.
 
     Returns:
-        logits (N, V) and targets (N,), row by row.
+        logits (N, V) and targets (N,), row by row; where rows share their beginnings, one for each of
+        `batch.entries`, which counts for so many rows as it says.
     """
-    inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
-    if batch.packed:
-        context = Context(batch.segments_BT, batch.positions_BT, step=torch.tensor(step), seed=seed)
-        inputs["position_ids"] = batch.positions_BT
-        inputs["afina_context"] = attention.with_layout(context)
-    else:
-        inputs["attention_mask"] = (batch.segments_BT >= 0).long()
-    trained_BT = batch.targets_BT != IGNORE
+    inputs = _inputs(batch, step, seed)
+    places_BT, targets = trained_places(batch)
     # The head runs on the columns where some row is trained: for a packed line, on trained positions alone.
-    columns = trained_BT.any(dim=0).nonzero()[:, 0]
+    columns = places_BT.any(dim=0).nonzero()[:, 0]
     logits_BCV = getattr(model(**inputs, logits_to_keep=columns), "logits", None)
     if logits_BCV is None:
         raise ModelError(
@@ -91,8 +87,56 @@ def trained_logits(
             wanted="a causal language model, such as LlamaForCausalLM",
             cure="load a model that generates text; an encoder or a classifier needs rows of text and label",
         )
-    kept_BC = trained_BT[:, columns]
-    return logits_BCV[kept_BC], batch.targets_BT[:, columns][kept_BC]
+    if batch.entries is None:
+        return logits_BCV[places_BT[:, columns]], targets
+    return logits_BCV[0].index_select(0, torch.searchsorted(columns, batch.entries[0])), targets
+
+
+def trained_losses(
+    model: nn.Module, batch: Batch, head: Head | None, *, step: int = 0, seed: int = 0
+) -> Tensor:
+    """Minus the log-probability of what each trained position must predict (N,), in fp32 or wider.
+
+    Args:
+        model: a causal language model.
+        batch: as for `trained_logits`.
+        head: of this model, from `head_of`: its logits are then never all in memory; None makes them.
+        step: number of the optimiser step.
+        seed: of this micro-batch.
+
+    Returns:
+        One loss for each of the targets of `trained_logits`, in the same order.
+    """
+    if head is None:
+        return token_losses(*trained_logits(model, batch, step=step, seed=seed))
+    hidden_BTD = head.trunk(**_inputs(batch, step, seed)).last_hidden_state
+    places_BT, targets_N = trained_places(batch)
+    if batch.entries is None:
+        return head.losses(hidden_BTD[places_BT], targets_N)
+    return head.losses(hidden_BTD[0].index_select(0, batch.entries[0]), targets_N)
+
+
+def _inputs(batch: Batch, step: int, seed: int) -> dict[str, Any]:
+    """What the model is called with."""
+    inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
+    if batch.packed:
+        context = Context(batch.segments_BT, batch.positions_BT, step=torch.tensor(step), seed=seed)
+        inputs["position_ids"] = batch.positions_BT
+        inputs["afina_context"] = attention.with_layout(context, batch.runs)
+    else:
+        inputs["attention_mask"] = (batch.segments_BT >= 0).long()
+    return inputs
+
+
+def trained_places(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which positions predict something that is trained (B, T), and what: targets (N,), place by place."""
+    if batch.entries is None:
+        trained_BT = batch.targets_BT != IGNORE
+        return trained_BT, batch.targets_BT[trained_BT]
+    places_N, targets_N, _ = batch.entries
+    trained_BT = torch.zeros_like(batch.tokens_BT, dtype=torch.bool)
+    trained_BT[0, places_N] = True
+    return trained_BT, targets_N
 
 
 def token_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -103,7 +147,9 @@ def token_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on `device`."""
-    moved = {
+    moved: dict[str, Any] = {
         name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)
     }
+    if batch.entries is not None:
+        moved["entries"] = tuple(part.to(device) for part in batch.entries)
     return replace(batch, **moved)

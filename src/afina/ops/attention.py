@@ -1,13 +1,17 @@
 """Exact attention over packed rows: each row attends to itself alone, and no cross-row score is computed.
 
-The rows of a packed line are gathered into (rows, longest) and run as one batch, then put back in their places. It
-is entered through Transformers' `AttentionInterface`; the mask the model would build is replaced by the `Context`
+The rows of a packed line are gathered into blocks of rows of about one length, computed, and put back in their places.
+Where rows share their beginning, the shared tokens lie in the line once: their keys are gathered into every row that
+begins with them, and what the rows say about them is summed on the way back.
+
+It is entered through Transformers' `AttentionInterface`; the mask the model would build is replaced by the `Context`
 that travels with the batch (`AttentionMaskInterface` must be registered too, or padded and packed logits are wrong).
+On a CPU attention is `ops.tiles`; on a GPU it is PyTorch's own, whose kernels are fast there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -17,38 +21,97 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afina.errors import ModelError
-from afina.types import Context
+from afina.ops import tiles
+from afina.ops.tiles import Rule
+from afina.types import Context, Layout, Places, Run
 
 NAME = "afina_rows"
 """The name under which the attention function is known to Transformers."""
+EVEN = 0.5
+"""A row joins a block when it is at least this share of the block's longest, in queries and in keys."""
 
 
-def with_layout(context: Context) -> Context:
-    """Adds the places of a packed line's rows to its context.
+def backend(device: torch.device) -> str:
+    """What computes attention on a device, for the log."""
+    return "PyTorch's scaled_dot_product_attention" if device.type == "cuda" else "afina's tiles"
+
+
+# --- layout --------------------------------------------------------------------------------------------------------
+
+
+def with_layout(context: Context, runs: Sequence[Run] | None = None) -> Context:
+    """Adds to a packed line's context how it is taken apart.
 
     Args:
         context: with segments_BT of one line (B = 1); -1 is padding.
-
-    Returns:
-        The context with gather_NL, scatter_T and valid_NL; padding forms a row of its own.
+        runs: that the line consists of; by segments when None, no beginning shared.
     """
-    segments_T = cast("list[int]", context.segments_BT[0].tolist())  # pyright: ignore[reportUnknownMemberType]
+    if not runs:
+        runs = runs_of(cast("list[int]", context.segments_BT[0].tolist()))  # pyright: ignore[reportUnknownMemberType]
+    return replace(context, layout=layout_of(runs, context.segments_BT.device))
+
+
+def runs_of(segments_T: Sequence[int]) -> list[Run]:
+    """The runs of a line in which no beginning is shared; padding forms one of its own."""
     starts = [i for i, s in enumerate(segments_T) if i == 0 or s != segments_T[i - 1]]
-    lengths = [b - a for a, b in zip(starts, [*starts[1:], len(segments_T)], strict=True)]
-    longest = max(lengths)
-    places = torch.arange(longest)
-    starts_N, lengths_N = torch.tensor(starts), torch.tensor(lengths)
-    valid_NL = places[None] < lengths_N[:, None]
-    # A short row repeats its last token: causal attention never looks there, and `valid` hides it elsewhere.
-    gather_NL = starts_N[:, None] + torch.minimum(places[None], lengths_N[:, None] - 1)
-    scatter_T = valid_NL.flatten().nonzero()[:, 0]
-    device = context.segments_BT.device
-    return replace(
-        context,
-        gather_NL=gather_NL.to(device),
-        scatter_T=scatter_T.to(device),
-        valid_NL=valid_NL.to(device),
+    ends = [*starts[1:], len(segments_T)]
+    return [Run(a, b - a) for a, b in zip(starts, ends, strict=True)]
+
+
+def layout_of(runs: Sequence[Run], device: torch.device) -> Layout:
+    """How a line of these runs, which fill it, is taken apart."""
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    blocks: list[tuple[int, int, int, Places]] = []
+    back_T = torch.empty(sum(run.length for run in runs), dtype=torch.int64)
+    at = 0
+    for block in _blocks(runs):
+        long, wide = (
+            max(n) for n in zip(*((r.length, r.first + r.length) for r in block), strict=True)
+        )
+        for number, run in enumerate(block):
+            own = torch.arange(run.start, run.start + run.length)
+            path = torch.cat([*(torch.arange(a, a + n) for a, n in run.before), own])
+            queries.append(_stretched(own, long))
+            keys.append(_stretched(path, wide))
+            back_T[run.start : run.start + run.length] = (
+                at + number * long + torch.arange(run.length)
+            )
+        at += len(block) * long
+        first, ends = (
+            torch.tensor(n, device=device)
+            for n in zip(*((r.first, r.first + r.length) for r in block), strict=True)
+        )
+        blocks.append((len(block), long, wide, Places.of(first, ends)))
+    return Layout(
+        torch.cat(queries).to(device),
+        torch.cat(keys).to(device),
+        back_T.to(device),
+        tuple(blocks),
+        shared=any(run.before for run in runs),
     )
+
+
+def _blocks(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs of about one length together, the longest first."""
+    found: list[list[Run]] = []
+    for run in sorted(runs, key=lambda r: (-r.length, -r.first, r.start)):
+        block = found[-1] if found else []
+        widest = max((r.first + r.length for r in block), default=0)
+        even = bool(block) and run.length >= EVEN * block[0].length
+        if even and EVEN * widest <= run.first + run.length <= widest / EVEN:
+            block.append(run)
+        else:
+            found.append([run])
+    return found
+
+
+def _stretched(places: Tensor, length: int) -> Tensor:
+    """Padded to `length` by repeating the last."""
+    return torch.cat([places, places[-1:].expand(length - len(places))])
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
 
 
 def rows_attention(
@@ -67,66 +130,147 @@ def rows_attention(
 
     Where a query is padding the result is finite and means nothing.
     """
-    gather = context.gather_NL
-    if gather is None:
-        valid = context.segments_BT >= 0
-        return _attend(q_BHTD, k_BHTD, v_BHTD, valid, causal, scaling, window, softcap, dropout)
-    assert context.scatter_T is not None
-    assert context.valid_NL is not None
-    q, k, v = (_gather(x, gather) for x in (q_BHTD, k_BHTD, v_BHTD))
-    out_NHLD = _attend(q, k, v, context.valid_NL, causal, scaling, window, softcap, dropout)
-    lines = out_NHLD.transpose(1, 2).reshape(-1, *out_NHLD.shape[1::2])
-    return lines.index_select(0, context.scatter_T).transpose(0, 1)[None]
+    # The seed comes from torch's own generator, so that recomputation, which restores it, gets the same mask.
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
+    rule = Rule(causal, scaling, window, softcap, dropout, seed)
+    layout = context.layout
+    if layout is None:
+        return _padded(q_BHTD, k_BHTD, v_BHTD, context.segments_BT >= 0, rule)
+    q_PHD = _call(_Pick, _by_token(q_BHTD), layout.queries_P, layout.back_T)
+    if layout.shared:
+        k_QKD, v_QKD = (_call(_Copy, _by_token(x), layout.keys_Q) for x in (k_BHTD, v_BHTD))
+    else:
+        k_QKD, v_QKD = (
+            _call(_Pick, _by_token(x), layout.keys_Q, layout.back_T) for x in (k_BHTD, v_BHTD)
+        )
+    outs: list[Tensor] = []
+    queries_at = keys_at = 0
+    for rows, length, keys, places in layout.blocks:
+        q_MHLD = _rows(q_PHD, queries_at, rows, length)
+        k_MKSD, v_MKSD = (_rows(x, keys_at, rows, keys) for x in (k_QKD, v_QKD))
+        # Padding repeats a row's last query, which sees at least itself: every result is finite.
+        out_MHLD = _attend(q_MHLD, k_MKSD, v_MKSD, places, replace(rule, seed=seed + queries_at))
+        outs.append(out_MHLD.transpose(1, 2).reshape(rows * length, *q_PHD.shape[1:]))
+        queries_at += rows * length
+        keys_at += rows * keys
+    out_PHD = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return _call(_Unpick, out_PHD, layout.back_T).transpose(0, 1)[None]
 
 
-def _gather(x_1HTD: Tensor, gather_NL: Tensor) -> Tensor:
-    """(1, H, T, D) -> (N, H, L, D)."""
-    lines = x_1HTD[0].transpose(0, 1).index_select(0, gather_NL.flatten())
-    return lines.view(*gather_NL.shape, *lines.shape[1:]).transpose(1, 2)
+def _by_token(x_1HTD: Tensor) -> Tensor:
+    """(1, H, T, D) -> (T, H, D)."""
+    return x_1HTD[0].transpose(0, 1)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid_NL: Tensor,
-    causal: bool,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
-    length = q.shape[2]
-    windowed = window is not None and window < length
-    if causal and not windowed and not softcap:
+def _rows(x_PHD: Tensor, start: int, rows: int, length: int) -> Tensor:
+    """Rows that lie one after the other -> (M, H, L, D)."""
+    part = x_PHD[start : start + rows * length]
+    return part.view(rows, length, *x_PHD.shape[1:]).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, places: Places, rule: Rule) -> Tensor:
+    if q.device.type != "cuda":
+        return tiles.attend(q, k, v, places, rule)[0]
+    square = q.shape[2] == k.shape[2] and places.first_most == 0
+    far = max(places.first_most + q.shape[2], k.shape[2])
+    windowed = rule.window is not None and rule.window < far
+    if rule.causal and square and not windowed and not rule.softcap:
         # Rows are padded on the right, so no real query sees padding, and the kernel needs no mask.
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
+            q, k, v, is_causal=True, scale=rule.scale, dropout_p=rule.dropout, enable_gqa=True
         )
-    seen = _visible(valid_NL, causal, window if windowed else None)
-    if not softcap:
+    seen_ML = tiles.seen(places, rule, q.shape[2], slice(0, k.shape[2]), slice(0, q.shape[2]))
+    seen = None if seen_ML is None else seen_ML[:, None]
+    return _written_out(q, k, v, seen, rule)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, valid_BT: Tensor, rule: Rule) -> Tensor:
+    """One row a line, padded on either side."""
+    length = q.shape[2]
+    lengths_B = valid_BT.sum(1)
+    steps = torch.arange(length, device=q.device)
+    if bool((valid_BT == (steps < lengths_B[:, None])).all()) and bool((lengths_B > 0).all()):
+        return _attend(q, k, v, Places.of(torch.zeros_like(lengths_B), lengths_B), rule)
+    whole = Places.of(torch.zeros_like(lengths_B), torch.full_like(lengths_B, length))
+    seen = valid_BT[:, None].expand(-1, length, -1)
+    limits = tiles.seen(whole, rule, length, slice(0, length), slice(0, length))
+    seen = seen if limits is None else seen & limits
+    # Padding sees itself, so that its softmax stays finite.
+    return _written_out(q, k, v, (seen | (steps[:, None] == steps))[:, None], rule)
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, rule: Rule) -> Tensor:
+    """Attention under a mask that is written out."""
+    if not rule.softcap:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=scaling, dropout_p=dropout, enable_gqa=True
+            q, k, v, attn_mask=seen, scale=rule.scale, dropout_p=rule.dropout, enable_gqa=True
         )
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (scaling or q.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
+    scores = q @ k.transpose(-1, -2) * (rule.scale or q.shape[-1] ** -0.5)
+    scores = rule.softcap * torch.tanh(scores / rule.softcap)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1, dtype=wide)
-    return F.dropout(weights.to(q.dtype), dropout) @ v
+    hidden = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(hidden, dim=-1, dtype=wide)
+    return F.dropout(weights.to(q.dtype), rule.dropout) @ v
 
 
-def _visible(valid_NL: Tensor, causal: bool, window: int | None) -> Tensor:
-    """(N, 1, L, L) booleans; padding sees itself, so that its softmax stays finite."""
-    length = valid_NL.shape[1]
-    steps = torch.arange(length, device=valid_NL.device)
-    distance = steps[:, None] - steps[None, :]
-    seen = valid_NL[:, None, :].expand(-1, length, -1)
-    if causal:
-        seen = seen & (distance >= 0)
-    if window is not None:
-        seen = seen & (distance < window if causal else distance.abs() < window)
-    return (seen | (distance == 0)[None])[:, None]
+# --- tokens into rows and back ---------------------------------------------------------------------------------------
+
+
+def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    return cast("Callable[..., Tensor]", function.apply)(*args)  # pyright: ignore[reportUnknownMemberType]
+
+
+class _Pick(torch.autograd.Function):
+    """Each token to its place, and its last copies to the padding, through which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, there_P: Tensor, back_T: Tensor) -> Tensor:
+        ctx.save_for_backward(back_T)
+        return x_THD.index_select(0, there_P)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (back_T,) = ctx.saved_tensors
+        return grads[0].index_select(0, back_T), None, None
+
+
+class _Unpick(torch.autograd.Function):
+    """The inverse of `_Pick`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PHD: Tensor, back_T: Tensor) -> Tensor:
+        ctx.save_for_backward(back_T)
+        ctx.length = x_PHD.shape[0]
+        return x_PHD.index_select(0, back_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (back_T,) = ctx.saved_tensors
+        # Every real token is in back_T once: the copies find their places, and padding gets nothing.
+        given = grads[0].new_zeros(ctx.length, *grads[0].shape[1:])
+        return given.index_copy_(0, back_T, grads[0]), None
+
+
+class _Copy(torch.autograd.Function):
+    """Each token to all its places; what comes back from them is summed, in fp32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, there_Q: Tensor) -> Tensor:
+        ctx.save_for_backward(there_Q)
+        ctx.length = x_THD.shape[0]
+        return x_THD.index_select(0, there_Q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (there_Q,) = ctx.saved_tensors
+        (grad_QHD,) = grads
+        wide = torch.promote_types(grad_QHD.dtype, torch.float32)
+        given = grad_QHD.new_zeros(ctx.length, *grad_QHD.shape[1:], dtype=wide)
+        return given.index_add_(0, there_Q, grad_QHD.to(wide)).to(grad_QHD.dtype), None
+
+
+# --- through Transformers ------------------------------------------------------------------------------------------
 
 
 class _HasAttention(Protocol):

@@ -49,14 +49,16 @@ def packed_as_alone(trial: Trial) -> Finding:
         try:
             with packing(trial.model, True):
                 logits, targets = _logits(trial, rows, packed=True)
+                shared = _shared_loss(trial, rows)
         except AfinaError as error:
             return of_error("packing", error)
     single = torch.cat([one for one, _ in alone])
     if not bool(torch.isfinite(single).all()):
         return skipped("packing", "the model's numbers are not finite")
     error = float((logits - single).norm() / single.norm())
-    losses = [float(token_losses(one, targets).mean()) for one in (logits, single)]
-    change = abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-9)
+    packed_loss, loss = (float(token_losses(one, targets).mean()) for one in (logits, single))
+    others = [packed_loss] if shared is None else [packed_loss, shared]
+    change = max(abs(other - loss) for other in others) / max(abs(loss), 1e-9)
     bound = TOLERANCE.get(trial.dtype, TOLERANCE[torch.bfloat16])
     values = {"relative_error": error, "relative_loss": change, "bound": bound, "rows": len(rows)}
     # Written so that NaN is not within bounds.
@@ -72,7 +74,22 @@ def packed_as_alone(trial: Trial) -> Finding:
     said = (
         f"{len(rows)} rows packed give the logits they give alone, within {error:.1g} of their size"
     )
+    if shared is not None:
+        step = next(trial.windows())
+        share = trial.passes.tokens(step) / sum(len(row.tokens) for row in step)
+        values["computed_share"] = share
+        said += (
+            f"; rows that begin alike share their beginning: {share:.0%} of the tokens are computed"
+        )
     return Finding("packing", "ok", said, values=values)
+
+
+def _shared_loss(trial: Trial, rows: Sequence[Row]) -> float | None:
+    """The mean loss where rows share their beginnings; None where they do not."""
+    if not trial.passes.shared:
+        return None
+    batch = trial.passes.batch(rows)
+    return float(trial.passes.loss(batch)) / batch.trained_tokens
 
 
 def _logits(trial: Trial, rows: Sequence[Row], *, packed: bool) -> tuple[Tensor, Tensor]:

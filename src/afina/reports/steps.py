@@ -33,11 +33,11 @@ DAY_S = 86_400
 def start(trial: Trial) -> Finding:
     """The loss before the first step, beside the base's and beside guessing."""
     rows = next(trial.windows())
-    parts = micro.cut(rows, rows_each=None, tokens_each=micro.MOST_TOKENS)
+    parts = trial.passes.cut(rows, rows_each=None, tokens_each=micro.MOST_TOKENS)
     with packing(trial.model, trial.packed):
-        loss = mean_loss(trial.model, parts, trial.collate)
+        loss = mean_loss(trial.model, parts, trial.passes)
         with without(trial.edit):
-            base = mean_loss(trial.model, parts, trial.collate)
+            base = mean_loss(trial.model, parts, trial.passes)
     chance = math.log(trial.model.config.get_text_config().vocab_size)
     values = {"loss": loss, "base_loss": base, "chance": chance, "rows": len(rows)}
     said = f"loss {loss:.3f} nats a token, the base's {base:.3f}, guessing {chance:.2f}"
@@ -120,8 +120,8 @@ def _work(trial: Trial, tokens: int | None) -> Work:
         trial.edit,
         plan.optimiser_of(trial.edit, trial.settings, trial.seams),
         trial.settings,
-        micro.cutter(trial.settings, tokens),
-        trial.collate,
+        micro.cutter(trial.settings, tokens, trial.passes),
+        trial.passes,
         OneProcess(),
         trial.seams,
         max(trial.total_steps, AUDITED_STEPS),

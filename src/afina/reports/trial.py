@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from afina.config import TrainSettings
-from afina.data.packing import collate
 from afina.data.settings import DataSettings
 from afina.train import micro, plan
 from afina.train.loop import Seams
+from afina.train.passes import Passes, passes_of
 from afina.tree import Edit
-from afina.types import Batch, Row
+from afina.types import Row
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,23 @@ class Trial:
         found = plan.windows_from(self.settings, self.rows)
         return (rows for rows in found if any(row.trained_tokens for row in rows))
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
-        """As the run does."""
-        return collate(rows, self.packed, self.pad_id)
+    @cached_property
+    def passes(self) -> Passes:
+        """How the run's micro-batches go through the model."""
+        by_row = bool(self.seams.on_batch or self.seams.loss)
+        return passes_of(
+            self.model, self.edit, self.data_settings, pad_id=self.pad_id, by_row=by_row
+        )[0]
 
     def micro_tokens(self) -> tuple[int | None, str]:
         """Tokens of a micro-batch where the run would find them by trial, and why; (None, "") where they are set."""
         if "auto" not in (self.settings.micro_rows, self.settings.micro_tokens):
             return None, ""
         longest = max(self.rows, key=lambda row: len(row.tokens))
-        run = micro.trial(self.model, self.edit, self.collate)
-        return micro.find_tokens([longest, *next(self.windows())], run, self.device)
+        return micro.find_tokens([longest, *next(self.windows())], self._pass, self.passes)
+
+    def _pass(self, rows: Sequence[Row]) -> None:
+        self.passes.trial(rows, self.edit)
 
     @property
     def device(self) -> torch.device:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.errors import TechniqueError, counted
+from afina.ops.lowrank import low_rank_add
 from afina.tree import Delta, Edit, Side, Technique, match, matches, seed_of
 
 Number = TypeVar("Number", int, float)
@@ -146,23 +147,8 @@ class LoRA(Technique):
 # --- mathematics -----------------------------------------------------------------------------------------------
 
 
-def low_rank(x: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
-    """s · B (A x), computed in x's dtype.
-
-    Args:
-        x: (..., in).
-        a_RI: (r, in), any dtype.
-        b_OR: (out, r), any dtype.
-        scaling: s.
-
-    Returns:
-        (..., out), in x's dtype.
-    """
-    return F.linear(F.linear(x, a_RI.to(x.dtype)) * scaling, b_OR.to(x.dtype))
-
-
 def low_rank_rows(ids: Tensor, a_RV: Tensor, b_DR: Tensor, scaling: float) -> Tensor:
-    """The same for an embedding: s · B A[:, id] for each id.
+    """The change of an embedding: s · B A[:, id] for each id. That of a linear is `ops.lowrank.low_rank_add`.
 
     Args:
         ids: any shape, int64.
@@ -214,9 +200,8 @@ class LoRADelta(Delta):
         if self.kind == "embedding":
             scaling = self.scaling * self.multiplier
             return y + low_rank_rows(x, self.a, self.b, scaling).to(y.dtype)
-        if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
-        return y + low_rank(x, self.a, self.b, self.scaling)
+        dropout = self.dropout if self.training else 0.0
+        return low_rank_add(x, y, self.a, self.b, self.scaling, dropout=dropout)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

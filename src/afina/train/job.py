@@ -12,7 +12,6 @@ from torch import nn
 
 from afina.adapters.fingerprint import base_fingerprint
 from afina.config import Resolved, TrainSettings
-from afina.data.packing import collate
 from afina.data.report import DataReport, fingerprint
 from afina.data.settings import DataSettings
 from afina.errors import counted
@@ -36,6 +35,7 @@ from afina.train.keeper import Keeper
 from afina.train.loop import Work, loop
 from afina.train.metrics import last_tenth_loss, scores_of
 from afina.train.options import RunOptions
+from afina.train.passes import Passes, passes_of, unshared
 from afina.train.report import Reporter, reporter
 from afina.train.result import Run
 from afina.train.resume import Origin
@@ -55,7 +55,7 @@ from afina.train.state import (
     starting_weights,
 )
 from afina.tree import Edit
-from afina.types import Batch, Row
+from afina.types import Row
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ class Job:
         """Of step 0, with all that must be equal for a resumed run to be the same run."""
         more: dict[str, Any] = {
             "data.packing": self.options.data_settings.packing,
+            "data.share_prefixes": self._shares(),
             TRAIN_ROWS: rows_in_words(given.rows, given.fingerprint),
             VAL_ROWS: rows_in_words(given.val_rows, fingerprint(given.val_rows)),
             BASE: base_fingerprint(self.model, self.edit),
@@ -227,7 +228,8 @@ class Job:
         with packing(self.model, packed):
             self.model.train()
             try:
-                state, cut = self._cutter(rows, state, say)
+                passes = self._passes(rows, say)
+                state, cut = self._cutter(rows, state, passes, say)
                 if changes or not state.step:
                     record.write_start(self.out, state)
                 work = Work(
@@ -236,14 +238,14 @@ class Job:
                     self.optimiser,
                     self.settings,
                     cut,
-                    self._collate,
+                    passes,
                     self.options.mesh,
                     self.options.seams,
                     self.total_steps,
                     plan.warmup_steps(self.settings, self.total_steps),
                 )
                 score = validate.scorer(
-                    val_rows, cut, self._collate, self.options.evaluate, own if packed else None
+                    val_rows, cut, passes, self.options.evaluate, own if packed else None
                 )
                 keeper = Keeper(
                     self.out, self.model, contents, self.settings, score, state, say, changes
@@ -258,29 +260,58 @@ class Job:
         result.write(run)
         return run
 
-    def _collate(self, rows: Sequence[Row]) -> Batch:
-        pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
-        return collate(rows, self.options.data_settings.packing, pad or 0)
+    def _by_row(self) -> bool:
+        """Whether something of the run changes batches, or weighs losses, row by row."""
+        return bool(self.options.seams.on_batch or self.options.seams.loss)
+
+    def _shares(self) -> bool:
+        """Whether rows that begin alike share their beginning in this run."""
+        data = self.options.data_settings
+        apart = unshared(self.model, self.edit, by_row=self._by_row())
+        return data.packing and data.share_prefixes and apart is None
+
+    def _passes(self, rows: Sequence[Row], say: Reporter) -> Passes:
+        """How micro-batches go through the model; says what is shared in a step, or why nothing is."""
+        passes, why = passes_of(
+            self.model,
+            self.edit,
+            self.options.data_settings,
+            pad_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
+            by_row=self._by_row(),
+        )
+        if why:
+            say.say(f"rows that begin alike are computed apart: {why}")
+        if passes.shared:
+            step = next(plan.windows_from(self.settings, rows))
+            every = sum(len(row.tokens) for row in step)
+            say.say(
+                f"rows that begin alike share their beginning: {passes.tokens(step) / every:.0%} of the "
+                "tokens of a step are computed"
+            )
+        if passes.head is None:
+            say.say("all logits of a micro-batch are made: the head is not a plain linear")
+        return passes
 
     def _base(self) -> str:
         config = getattr(self.model, "config", None)
         return self.options.base or str(getattr(config, "_name_or_path", "") or "unknown")
 
     def _cutter(
-        self, rows: Sequence[Row], state: State, say: Reporter
+        self, rows: Sequence[Row], state: State, passes: Passes, say: Reporter
     ) -> tuple[State, Callable[[Sequence[Row]], list[list[Row]]]]:
         """How a step is cut into micro-batches: as set, as decided before, or found by trial."""
         auto = "auto" in (self.settings.micro_rows, self.settings.micro_tokens)
         if auto and state.micro_tokens is None:
             longest = max(rows, key=lambda row: len(row.tokens))
             sample = [longest, *next(plan.windows_from(self.settings, rows))]
-            run = micro.trial(self.model, self.edit, self._collate)
-            tokens, why = micro.find_tokens(sample, run, self._device())
+            tokens, why = micro.find_tokens(
+                sample, lambda part: passes.trial(part, self.edit), passes
+            )
             say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
             state = replace(state, micro_tokens=tokens)
         elif not auto:
             state = replace(state, micro_tokens=None)
-        return state, micro.cutter(self.settings, state.micro_tokens)
+        return state, micro.cutter(self.settings, state.micro_tokens, passes)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from afina.config import TrainSettings
-from afina.models.forward import to_device, token_losses, trained_logits
 from afina.optim.optimisers import Optimiser
 from afina.optim.schedules import factor
 from afina.parallel.runtime import Mesh
 from afina.train.audit import AUDITED_STEPS, audit
 from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
 from afina.train.nonfinite import Fault, NotFiniteError, fault_of
+from afina.train.passes import Passes, counted
 from afina.tree import Edit, seed_of
 from afina.types import Batch, Row
 
@@ -59,7 +59,7 @@ class Work:
         optimiser: over the edit's trainable tensors.
         settings: of the run.
         cut: the rows of a step -> micro-batches of rows.
-        collate: rows of a micro-batch -> batch.
+        passes: rows of a micro-batch -> batch -> losses.
         mesh: the processes.
         seams: see `Seams`.
         total_steps: of the whole run.
@@ -71,7 +71,7 @@ class Work:
     optimiser: Optimiser
     settings: TrainSettings
     cut: Callable[[Sequence[Row]], list[list[Row]]]
-    collate: Callable[[Sequence[Row]], Batch]
+    passes: Passes
     mesh: Mesh
     seams: Seams
     total_steps: int
@@ -247,7 +247,7 @@ def _pass(
     work: Work, rows: Sequence[Row], step: int, number: int, trained: int
 ) -> tuple[tuple[int, ...], float] | None:
     """Forward and backward of one micro-batch: its row ids and share of the loss; None when nothing in it trains."""
-    batch = to_device(work.collate(rows), _device(work.model))
+    batch = work.passes.batch(rows)
     seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
     # Dropout, and what a seam draws from torch, then are pure functions of the step.
     torch.manual_seed(seed)
@@ -255,10 +255,10 @@ def _pass(
         batch = change(batch, step)
     if batch.trained_tokens == 0:
         return None
-    losses = token_losses(*trained_logits(work.model, batch, step=step, seed=seed))
+    losses = work.passes.losses(batch, step=step, seed=seed)
     for weigh in work.seams.loss:
         losses = weigh(losses, batch, step)
-    loss = losses.sum() / trained
+    loss = counted(losses, batch).sum() / trained
     loss.backward()
     return batch.rows, float(loss.detach())
 

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from afina.models.forward import own_attention, to_device, token_losses, trained_logits
-from afina.types import Batch, Row
+from afina.models.forward import own_attention
+from afina.train.passes import Passes
+from afina.types import Row
 
 ROWS_AT_ONCE = 16
 """Rows that are cut into micro-batches together; their number does not change the loss."""
@@ -19,21 +20,20 @@ ROWS_AT_ONCE = 16
 def mean_loss(
     model: nn.Module,
     micro_batches: Sequence[Sequence[Row]],
-    collate: Callable[[Sequence[Row]], Batch],
+    passes: Passes,
 ) -> float:
     """Sum of the token losses of all rows, divided by their trained tokens.
 
     The model is set to evaluation for the time (no dropout) and put back.
     """
-    device = next(model.parameters()).device
     training = model.training
     model.eval()
     total, trained = 0.0, 0
     try:
         for rows in micro_batches:
-            batch = to_device(collate(rows), device)
+            batch = passes.batch(rows)
             if batch.trained_tokens:
-                total += float(token_losses(*trained_logits(model, batch)).sum())
+                total += float(passes.loss(batch))
                 trained += batch.trained_tokens
     finally:
         model.train(training)
@@ -43,7 +43,7 @@ def mean_loss(
 def scorer(
     rows: Sequence[Row],
     cut: Callable[[Sequence[Row]], list[list[Row]]],
-    collate: Callable[[Sequence[Row]], Batch],
+    passes: Passes,
     more: Callable[[nn.Module, Sequence[Row]], Mapping[str, float]] | None,
     own: str | None,
 ) -> Callable[[nn.Module], Mapping[str, float]] | None:
@@ -52,7 +52,7 @@ def scorer(
     Args:
         rows: for validation.
         cut: rows -> micro-batches.
-        collate: a micro-batch -> its tensors.
+        passes: a micro-batch -> its losses.
         more: scores beyond the loss.
         own: the model's own attention, which `more` runs with; None where it is in use anyway.
 
@@ -64,7 +64,7 @@ def scorer(
     parts = [m for i in range(0, len(rows), ROWS_AT_ONCE) for m in cut(rows[i : i + ROWS_AT_ONCE])]
 
     def score(model: nn.Module) -> Mapping[str, float]:
-        scores = {"loss": mean_loss(model, parts, collate)}
+        scores = {"loss": mean_loss(model, parts, passes)}
         if more is not None:
             # Generation knows nothing of packed rows and takes the model's own attention.
             with own_attention(model, own) if own else nullcontext():

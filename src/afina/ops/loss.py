@@ -1,0 +1,181 @@
+"""Cross-entropy of a linear head without ever holding its logits.
+
+    loss_n = logsumexp_v(z_nv) − z_n,target(n),    z = cap(scale · h Wᵀ + b),    cap(z) = c·tanh(z / c)
+
+Only trained positions come in. They are taken a few at a time: the logits of a piece, its losses and, in the same
+pass, the gradient ∂loss_n/∂h_n = Σ_v (softmax(z)_nv − [v = target(n)]) · ∂z_nv/∂h_n, which is all that backward needs
+when the head is frozen, for each position's gradient is only scaled by what comes from above. A head that trains needs
+that factor first, so its pieces are computed again in backward.
+
+Legend: N trained positions, D width, V vocabulary, C positions of a piece.
+
+Source: the softmax's gradient, by hand. Pieces as in "Cut Your Losses", Wijmans et al. 2024, arXiv 2411.09009, and
+Liger's fused linear cross-entropy, whose formulas (not code) agree with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from afina.types import IGNORE
+
+PIECE_BYTES = 64 * 2**20
+"""Size of the widest buffer of a piece: large enough for matrix products at full rate."""
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> Tensor:
+    """Minus the log-probability of each target (N,), in fp32 or wider; differentiable in hidden, weight and bias.
+
+    Args:
+        hidden_ND: final hidden states of the trained positions.
+        weight_VD: the head.
+        targets_N: ids; where IGNORE, the loss is 0 and has no gradient.
+        bias_V: of the head.
+        scale: factor of the logits (Cohere's, Granite's).
+        softcap: logits become softcap·tanh(logits / softcap) (Gemma 2's).
+        piece_bytes: bound of the widest buffer, in bytes.
+
+    Returns:
+        (N,).
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    if hidden_ND.shape[0] != targets_N.shape[0] or hidden_ND.shape[1] != weight_VD.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden_ND.shape)}, head {tuple(weight_VD.shape)} and targets "
+            f"{tuple(targets_N.shape)} do not belong together"
+        )
+    head = _Head(scale, softcap, piece_bytes)
+    apply = cast("Callable[..., Tensor]", _LinearCrossEntropy.apply)  # pyright: ignore[reportUnknownMemberType]
+    return apply(hidden_ND, weight_VD, bias_V, targets_N, head)
+
+
+class _Head:
+    """How logits follow from products, and how many positions go at once."""
+
+    def __init__(self, scale: float, softcap: float | None, piece_bytes: int) -> None:
+        self.scale, self.softcap, self.piece_bytes = scale, softcap, piece_bytes
+
+    def pieces(self, positions: int, vocabulary: int, wide: torch.dtype) -> Iterator[slice]:
+        """Slices of the positions, as even as may be."""
+        most = max(1, self.piece_bytes // (vocabulary * wide.itemsize))
+        count = -(-positions // most)
+        size = -(-positions // count) if count else 0
+        return (slice(i, min(i + size, positions)) for i in range(0, positions, size or 1))
+
+    def logits_(self, products_CV: Tensor) -> Tensor:
+        """Logits, in the products' place."""
+        if self.scale != 1.0:
+            products_CV.mul_(self.scale)
+        if self.softcap is not None:
+            products_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return products_CV
+
+    def slope_(self, gradient_CV: Tensor, logits_CV: Tensor) -> Tensor:
+        """Turns a gradient by the logits into one by the products, in place; uses the logits up."""
+        if self.softcap is not None:
+            gradient_CV.mul_(logits_CV.div_(self.softcap).square_().neg_().add_(1))
+        return gradient_CV.mul_(self.scale) if self.scale != 1.0 else gradient_CV
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        head: _Head,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        losses_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=wide)
+        trains = any(ctx.needs_input_grad[1:3])
+        ahead = ctx.needs_input_grad[0] and not trains
+        gradient_ND = torch.empty_like(hidden_ND) if ahead else None
+        for part in head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
+            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, head, wide)
+            losses_N[part], logsum_C1 = _losses(logits_CV, targets_N[part])
+            if gradient_ND is not None:
+                slope_CV = _slope(logits_CV, logsum_C1, targets_N[part], head)
+                torch.mm(slope_CV.to(hidden_ND.dtype), weight_VD, out=gradient_ND[part])
+        ctx.head = head
+        ctx.ahead = ahead
+        if gradient_ND is not None:
+            ctx.save_for_backward(gradient_ND)
+        elif trains:
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N)
+        return losses_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (above_N,) = grads
+        if ctx.ahead:
+            (gradient_ND,) = ctx.saved_tensors
+            scaled = gradient_ND * above_N[:, None].to(gradient_ND.dtype)
+            return scaled, None, None, None, None
+        hidden_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
+        wide = above_N.dtype
+        by_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        by_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        by_bias = bias_V.new_zeros(bias_V.shape, dtype=wide) if ctx.needs_input_grad[2] else None
+        for part in ctx.head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
+            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, ctx.head, wide)
+            logsum_C1 = torch.logsumexp(logits_CV, dim=-1, keepdim=True)
+            slope_CV = _slope(logits_CV, logsum_C1, targets_N[part], ctx.head)
+            slope_CV.mul_(above_N[part, None])
+            if by_bias is not None:
+                by_bias += slope_CV.sum(0)
+            narrow_CV = slope_CV.to(hidden_ND.dtype)
+            if by_hidden is not None:
+                torch.mm(narrow_CV, weight_VD, out=by_hidden[part])
+            if by_weight is not None:
+                by_weight += narrow_CV.t() @ hidden_ND[part]
+        return (
+            by_hidden,
+            None if by_weight is None else by_weight.to(weight_VD.dtype),
+            None if by_bias is None else by_bias.to(bias_V.dtype),
+            None,
+            None,
+        )
+
+
+def _logits(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: _Head, wide: torch.dtype
+) -> Tensor:
+    """Logits of a piece in the wide type, in memory of their own."""
+    products_CV = hidden_CD @ weight_VD.t()
+    if bias_V is not None:
+        products_CV += bias_V
+    return head.logits_(products_CV.to(wide))
+
+
+def _losses(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses (C,) and the logarithms of the softmax's denominators (C, 1)."""
+    logsum_C1 = torch.logsumexp(logits_CV, dim=-1, keepdim=True)
+    picked_C = logits_CV.gather(1, targets_C.clamp(min=0)[:, None])[:, 0]
+    return (logsum_C1[:, 0] - picked_C).masked_fill_(targets_C == IGNORE, 0.0), logsum_C1
+
+
+def _slope(logits_CV: Tensor, logsum_C1: Tensor, targets_C: Tensor, head: _Head) -> Tensor:
+    """∂loss/∂products; where the logits are not needed again their memory is taken."""
+    source = logits_CV if head.softcap is None else logits_CV.clone()
+    gradient_CV = source.sub_(logsum_C1).exp_()
+    rows_C = torch.arange(targets_C.shape[0], device=targets_C.device)
+    gradient_CV[rows_C, targets_C.clamp(min=0)] -= 1
+    gradient_CV.masked_fill_((targets_C == IGNORE)[:, None], 0.0)
+    return head.slope_(gradient_CV, logits_CV)

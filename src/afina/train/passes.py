@@ -1,0 +1,131 @@
+"""How the rows of a micro-batch go through the model: as which tensors, to which losses.
+
+Training, validation, trial passes and the pre-flight all go this way, so that their losses mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afina.data.packing import collate, pack
+from afina.data.prefix import collate_shared, pack_shared, unique_tokens
+from afina.data.settings import DataSettings
+from afina.models.forward import to_device, trained_losses
+from afina.models.head import Head, head_of
+from afina.tree import Edit
+from afina.types import Batch, Row
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The way through one model.
+
+    Attributes:
+        model: a causal language model; inside `models.forward.packing` when `packed`.
+        packed: rows lie end to end in one line.
+        shared: rows that begin alike share their beginning; only when packed.
+        pad_id: what padding positions hold.
+        head: whose loss needs no logits; None makes them.
+    """
+
+    model: nn.Module
+    packed: bool
+    shared: bool
+    pad_id: int
+    head: Head | None
+
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return next(self.model.parameters()).device
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """The rows' tensors, on the model's device."""
+        if self.shared:
+            made = collate_shared(rows, self.pad_id)
+        else:
+            made = collate(rows, self.packed, self.pad_id)
+        return to_device(made, self.device)
+
+    def losses(self, batch: Batch, *, step: int = 0, seed: int = 0) -> Tensor:
+        """Loss of each trained position (N,); of a shared one, of one of the rows that it stands for."""
+        return trained_losses(self.model, batch, self.head, step=step, seed=seed)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum of the losses of all rows' trained tokens."""
+        return counted(self.losses(batch), batch).sum()
+
+    def tokens(self, rows: Sequence[Row]) -> int:
+        """Tokens that are computed for some rows in one micro-batch."""
+        return unique_tokens(rows) if self.shared else sum(len(row.tokens) for row in rows)
+
+    def cut(
+        self, rows: Sequence[Row], *, rows_each: int | None, tokens_each: int | None
+    ) -> list[list[Row]]:
+        """A step's rows as micro-batches, of so many rows or of at most so many tokens; all at once for neither."""
+        if tokens_each is not None:
+            return (pack_shared if self.shared else pack)(rows, tokens_each)
+        # Neighbours in the order of their tokens have the longest beginnings in common.
+        ordered = sorted(rows, key=lambda row: row.tokens) if self.shared else rows
+        each = rows_each or max(1, len(rows))
+        return [list(ordered[i : i + each]) for i in range(0, len(rows), each)]
+
+    def trial(self, rows: Sequence[Row], edit: Edit) -> None:
+        """A forward and backward pass that leaves no gradient behind."""
+        batch = self.batch(rows)
+        if batch.trained_tokens:
+            self.loss(batch).backward()
+        for parameter in edit.trainable().values():
+            parameter.grad = None
+
+
+def counted(losses_N: Tensor, batch: Batch) -> Tensor:
+    """The losses, each times the number of rows that it stands for."""
+    return losses_N if batch.entries is None else losses_N * batch.entries[2]
+
+
+def passes_of(
+    model: nn.Module, edit: Edit, settings: DataSettings, *, pad_id: int = 0, by_row: bool = False
+) -> tuple[Passes, str | None]:
+    """The way of a run, and why rows do not share their beginnings though the settings say so; inside `packing`.
+
+    Args:
+        model: in training mode or not.
+        edit: of the model.
+        settings: of the data.
+        pad_id: what padding positions hold.
+        by_row: something changes batches, or weighs losses, row by row.
+    """
+    reason = (
+        unshared(model, edit, by_row=by_row)
+        if settings.packing and settings.share_prefixes
+        else None
+    )
+    shared = settings.packing and settings.share_prefixes and reason is None
+    return Passes(model, settings.packing, shared, pad_id, head_of(model)), reason
+
+
+def unshared(model: nn.Module, edit: Edit, *, by_row: bool) -> str | None:
+    """Why rows that begin alike must be computed apart; None when they need not."""
+    if any(getattr(delta, "dropout", 0) for delta in edit.deltas.values()):
+        return "the adapter's dropout draws for each row on its own"
+    if _drops(model):
+        return "the model's dropout draws for each row on its own"
+    if by_row:
+        return "a technique changes batches or losses row by row"
+    return None
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether the model drops something in training, as a module or inside its attention."""
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        return True
+    config: Any = getattr(model, "config", None)
+    settings: dict[str, Any] = {} if config is None else vars(config.get_text_config())
+    values = [v for name, v in settings.items() if "drop" in name and "layerdrop" not in name]
+    return any(isinstance(v, float) and v > 0 for v in values)
