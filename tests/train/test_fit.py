@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import afina
 from afina.config import TrainSettings
-from afina.errors import AfinaError, ConfigError
+from afina.errors import AfinaError, ConfigError, RunError
 from afina.table import apply
+from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train import fit
 from afina.train.fit import refuse_idle_settings
@@ -119,3 +122,35 @@ def test_a_checkpoint_may_be_named_by_its_step(tmp_path: Path) -> None:
     first = run(tmp_path / "run", steps=2, save_every=1)
     again = run(tmp_path / "run", steps=2, save_every=1, options={"resume_from": 1})
     assert same(weights(first), weights(again))
+
+
+def test_a_type_or_device_is_chosen_when_the_model_is_loaded_and_not_here(tmp_path: Path) -> None:
+    """Half-precision weights under an fp32 adapter are not fp32; what agrees with the model passes."""
+    for given, named in (({"dtype": "fp32"}, "bf16"), ({"device": "cuda"}, "cpu")):
+        with pytest.raises(ConfigError, match="would do nothing: the model is loaded") as caught:
+            run(tmp_path / "run", model=tiny_llama(dtype=torch.bfloat16), steps=1, **given)
+        assert named in str(caught.value.got)
+        assert "afina.load(" in str(caught.value.cure)
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "run", steps=1, dtype="fp64", device="cpu").steps == 1
+
+
+def test_what_a_run_is_made_from_is_not_in_its_folder_from_python_either(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", Full(), model=tiny_llama(dtype=torch.float32), steps=1)
+    model, tokenizer = afina.load(first.weights)
+    edit = apply(model, [LoRA(rank=2)])
+    rows = first.folder / "nan/rows.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    again = {"edit": edit, "out": first.folder, "options": RunOptions(overwrite=True)}
+    for given, named in (
+        ({"model": model, "tokenizer": tokenizer, "data": ragged_rows(4)}, "the tokenizer lies in"),
+        ({"model": model, "tokenizer": None, "data": ragged_rows(4)}, "the loaded model lies in"),
+        (
+            {"model": model, "tokenizer": byte_tokenizer(), "data": rows},
+            "the training data lies in",
+        ),
+    ):
+        with pytest.raises(RunError, match=named):
+            train(**given, **again)
+    assert (first.weights / "model.safetensors").exists()

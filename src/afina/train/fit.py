@@ -10,12 +10,16 @@ from torch import nn
 
 from afina.config import TrainSettings
 from afina.errors import ConfigError, DataError, ModelError, RunError, TechniqueError
+from afina.models.precision import DTYPES
 from afina.models.prompts import check_pair
 from afina.optim import optimisers
 from afina.seams import require_model
 from afina.train import ways
 from afina.tree import Edit
 from afina.types import Row
+
+NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
+"""A type of torch -> what the settings call it."""
 
 
 def refuse_kinds(model: Any, tokenizer: Any, edit: Any) -> None:
@@ -74,6 +78,26 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
         raise RunError(
             "nothing would train", cure="apply a technique first: afina.apply(model, [...])"
         )
+
+
+def refuse_other_place(edit: Edit, settings: TrainSettings) -> None:
+    """Raises when a device or a type is asked for that the model, which is loaded already, is not in.
+
+    Raises:
+        ConfigError: saying how to load it so.
+    """
+    attached = {id(p) for name, p in edit.trainable().items() if name not in edit.in_place}
+    base = [p for p in edit.model.parameters() if id(p) not in attached]
+    for name, wanted, found in (
+        ("dtype", settings.dtype, {NAMES[p.dtype] for p in base if p.dtype in NAMES}),
+        ("device", settings.device, {str(p.device) for p in base} | {p.device.type for p in base}),
+    ):
+        if wanted is not None and found and wanted not in found:
+            raise ConfigError(
+                f"train.{name} would do nothing: the model is loaded already",
+                got=f"{wanted}, and a model in {' and '.join(sorted(found))}",
+                cure=f"load it so: afina.load(…, {name}={wanted!r}), or leave train.{name} out",
+            )
 
 
 def refuse_rows(rows: Sequence[Row], val_rows: Sequence[Row]) -> None:

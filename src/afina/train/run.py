@@ -11,7 +11,8 @@ from torch import nn
 from afina.config import TrainSettings, build, of_kind
 from afina.errors import ConfigError
 from afina.problems import name_of
-from afina.train.fit import refuse_kinds, refuse_unfit
+from afina.train import folder
+from afina.train.fit import refuse_kinds, refuse_other_place, refuse_unfit
 from afina.train.job import Job, Run
 from afina.train.options import RunOptions
 from afina.tree import Edit
@@ -57,7 +58,17 @@ def train(
     settings = overruled(of_kind(TrainSettings, settings), overrides)
     refuse_kinds(model, tokenizer, edit)
     refuse_unfit(model, edit)
+    refuse_other_place(edit, settings)
     place = Path(name_of(out, "the run's folder", "a folder, such as 'runs/first'"))
+    folder.refuse_used(place, resume=options.goes_on, overwrite=options.overwrite)
+    if not options.goes_on:
+        loaded = getattr(getattr(model, "config", None), "_name_or_path", None)
+        read = {
+            "the model": options.base,
+            "the tokenizer": getattr(tokenizer, "name_or_path", None),
+        }
+        read |= {"the training data": data, "the validation data": val, "the loaded model": loaded}
+        folder.refuse_inside(place, read)
     return Job(model, tokenizer, edit, place, settings, options).run(data, val)
 
 
