@@ -351,6 +351,8 @@ def test_values_of_set(here: Path) -> None:
             "val: 7\n",
             "run.yaml:3: val cannot have this value\n  got:    7\n  wanted: a text\n  cure:   put it in quotes",
         ),
+        ("techniques: [low: {rank_pattern: {q:4}}]\n", "run.yaml:3: a colon without a space after it is a part "
+         "of the word\n  got:    {q:4}\n  wanted: {q: 4}"),
         ("a: b: c\n", "run.yaml:3, column 5: not YAML: mapping values are not allowed here\n"
          "  cure:   check the indentation, and put texts that hold ': ' in quotes"),
     ],
@@ -371,7 +373,12 @@ def test_a_slip_in_yaml_is_named_with_its_line(here: Path, text: str, said: str)
         ("techniques.low=8", "--set: techniques.low is a group of settings\n  got:    8\n"
          "  wanted: rank, alpha, target, rank_pattern, layers"),
         ("train.lr=[1", "--set:1, column 3: not YAML: expected ',' or ']', but got '<stream end>'"),
-        ("train.betas=[0.9]", "--set: train.betas cannot have this value\n  got:    [0.9]\n  wanted: a longer list"),
+        ("train.betas=[0.9]", "--set: train.betas cannot have this value\n  got:    [0.9]\n  wanted: a list of 2"),
+        ("train.betas=[]", "--set: train.betas cannot have this value\n  got:    []\n  wanted: a list of 2"),
+        ("train.betas=[0.9, 0.9, 0.9]", "--set: train.betas cannot have this value\n"
+         "  got:    [0.9, 0.9, 0.9]\n  wanted: a list of at most 2"),
+        ("data.columns={prompt:question}", "--set:1: a colon without a space after it is a part of the word\n"
+         "  got:    {prompt:question}\n  wanted: {prompt: question}"),
     ],
 )  # fmt: skip
 def test_a_slip_in_set_is_named(here: Path, text: str, said: str) -> None:

@@ -10,10 +10,17 @@ import pytest
 
 import afina
 from afina.errors import AfinaError
+from afina.models.prompts import ROLES
 from tests.tiny import byte_tokenizer, tiny_llama
 
 ROWS = [{"prompt": "a", "completion": "b"}]
 Call = Callable[[Any, Any], Any]
+
+
+def generate(model: Any, tokenizer: Any, message: dict[str, Any]) -> Any:
+    """An answer to a conversation whose second message is this one."""
+    return afina.generate(model, tokenizer, [[{"role": "system", "content": "s"}, message]])
+
 
 CALLS: dict[str, tuple[Call, str]] = {
     "load nothing": (lambda m, t: afina.load(None), "the model needs a name"),
@@ -52,6 +59,22 @@ CALLS: dict[str, tuple[Call, str]] = {
     "generate from no prompt": (lambda m, t: afina.generate(m, t, [None]), "this is no prompt"),
     "generate by a dict": (lambda m, t: afina.generate(m, t, ["a"], {"seed": 1}), "Settings"),
     "a negative id": (lambda m, t: afina.generate(m, t, [[1, -1]]), "got:    id -1"),
+    "a role that nobody has": (
+        lambda m, t: generate(m, t, {"role": "usr", "content": "a"}),
+        "message 1 has an unknown role\n  got:    'usr'\n  wanted: system, developer, user, assistant, tool, "
+        "function\n  cure:   did you mean 'user'?",
+    ),
+    "a role of no kind": (
+        lambda m, t: generate(m, t, {"role": "narrator", "content": "a"}),
+        "say who speaks: user, or assistant?",
+    ),
+    "a role that is no text": (lambda m, t: generate(m, t, {"role": 5, "content": "a"}), "role 5"),
+    "a message of nobody": (lambda m, t: generate(m, t, {"content": "a"}), "keys ['content']"),
+    "a message of nothing": (lambda m, t: generate(m, t, {"role": "user"}), "has no content"),
+    "a message of a number": (
+        lambda m, t: generate(m, t, {"role": "user", "content": 5}),
+        "message 1 (user) has content that is not text",
+    ),
     "evaluate nothing": (lambda m, t: afina.evaluate(None, None, ROWS), "are needed"),
     "evaluate on nothing": (lambda m, t: afina.evaluate(m, t, None), "there are no rows in this"),
     "evaluate on numbers": (lambda m, t: afina.evaluate(m, t, [5]), "no mapping of columns"),
@@ -76,3 +99,11 @@ def test_it_is_said_and_nothing_is_written(
     assert caught.value.got is not None
     assert caught.value.wanted is not None or caught.value.cure is not None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_messages_of_every_known_role_are_answered(pair: tuple[Any, Any]) -> None:
+    """Content may be left out beside the calls of tools."""
+    settings = afina.GenerateSettings(max_new_tokens=1)
+    said = [{"role": role, "content": "a"} for role in ROLES]
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert len(afina.generate(*pair, [[*said, calls]], settings)) == 1

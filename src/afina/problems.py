@@ -97,11 +97,13 @@ def _problem(
     origin = origins.get(path, "")
     if first["type"] in ("value_error", "assertion_error"):
         return ConfigError(at(origin, f"{name}: {sentence}"), got=as_json(first["input"]))
-    wanted = [_wanted(detail) for detail in details]
+    # Of a list that is too short, each place that is missing is a detail: the last tells its length.
+    places = [place for place in details if place["type"] == "missing"]
+    told = [*(one for one in details if one not in places), *places[-1:]]
     return ConfigError(
         at(origin, f"{name} cannot have this value"),
         got=as_json(first["input"]),
-        wanted=" or ".join(dict.fromkeys(wanted)),
+        wanted=" or ".join(dict.fromkeys(map(_wanted, told))),
         cure=_cure(details),
     )
 
@@ -116,7 +118,13 @@ _WANTED = {
 
 def _wanted(detail: Any) -> str:
     if detail["type"] == "missing":
-        return "a longer list"
+        place = detail["loc"][-1]
+        return f"a list of {place + 1}" if isinstance(place, int) else f"one with {place}"
+    if detail["type"] in ("too_long", "too_short"):
+        bounds = {"max_length": "at most", "min_length": "at least"}
+        return next(
+            f"a list of {b} {detail['ctx'][n]}" for n, b in bounds.items() if n in detail["ctx"]
+        )
     wanted: str = detail["msg"].removeprefix("Input should be ").split(", unable to ")[0]
     return _WANTED.get(wanted, wanted.replace("a valid ", "a "))
 

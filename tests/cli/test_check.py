@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
 
 from afina.cli import main
 from afina.cli.check import command
@@ -107,6 +108,54 @@ def test_without_a_model_the_format_is_recognised_all_the_same(
     assert (found["model"], found["format"], found["technique"]) == ("error", "ok", "skipped")
     assert main(["check", "no/such/model", "none.jsonl", "--json", "out.json", "--force"]) == 2
     assert statuses(place / "out.json")["format"] == "error"
+
+
+def test_a_model_that_cannot_train_yet_has_a_cure(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    BertModel(BertConfig(vocab_size=260, num_attention_heads=4, **sizes)).save_pretrained("bert")
+    byte_tokenizer().save_pretrained("bert")
+    assert main(["check", "bert", "rows.jsonl", "--quick"]) == 2
+    said = capsys.readouterr().out
+    assert "error    model          only causal language models can be trained so far" in said
+    assert "do: choose a decoder with its language-model head" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (
+            ["train.best=accuracy"],
+            "error",
+            "train.best is accuracy, which this validation does not",
+        ),
+        (
+            ["train.best=accuracy", "eval.choices=[é7, é14]"],
+            "error",
+            "the right answer is not among the choices",
+        ),
+        (["train.best=exact_match"], "ok", "each has an effect"),
+        (["train.best=exact_match", "eval.generate=false"], "error", "train.best is exact_match"),
+        (["train.best=exact_match", "eval.fields=[a]"], "ok", "each has an effect"),
+        (
+            ["eval.choices=[a, b]"],
+            "note",
+            "eval.choices has its when `afina eval` measures the run",
+        ),
+        (["eval.choices=[a, b]", "eval.fields=[a]"], "note", "eval.choices and eval.fields have "),
+        (["data.subset=en"], "error", "data.subset would do nothing"),
+    ],
+)
+def test_settings_of_scores_and_of_data_are_asked_for_their_effect(
+    place: Path, words: list[str], status: str, said: str
+) -> None:
+    sets = [part for word in words for part in ("--set", word)]
+    main([*SOUND, "--quick", *sets, "--json", "out.json"])
+    findings = json.loads((place / "out.json").read_text(encoding="utf-8"))["findings"]
+    finding = next(one for one in findings if one["name"] == "settings")
+    assert finding["status"] == status, finding
+    assert said in " ".join([finding["seen"], *finding["details"]])
 
 
 def test_a_device_that_is_not_there_is_a_finding(place: Path) -> None:

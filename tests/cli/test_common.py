@@ -147,3 +147,17 @@ def test_an_adapter_that_peft_saved_under_a_name_is_found_by_the_error(tmp_path:
     with pytest.raises(ModelError) as caught:
         resolve_run(str(tmp_path))
     assert caught.value.cure == f"name the adapter in it: {tmp_path / 'a'} or {tmp_path / 'b'}"
+
+
+def test_what_a_folder_is_instead_is_said(tmp_path: Path) -> None:
+    """Weights without their configuration are no data."""
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(ModelError, match="neither a run") as caught:
+        resolve_run(str(tmp_path))
+    assert str(caught.value.cure).startswith("copy config.json of the original model too")
+    (tmp_path / "model.safetensors").rename(tmp_path / "rows.jsonl")
+    with pytest.raises(ModelError, match="this looks like data"):
+        resolve_run(str(tmp_path))
+    with pytest.raises(ConfigError, match="the model needs a name"):
+        resolve_run("")

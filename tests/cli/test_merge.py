@@ -9,7 +9,7 @@ import pytest
 
 import afina
 from afina import cli
-from afina.adapters import merge_plan
+from afina.adapters import merge_job, merge_plan
 from tests.tiny import byte_tokenizer, save_model, save_run, tiny_llama
 
 HERE = ["--device", "cpu", "--max-new-tokens", "2"]
@@ -157,3 +157,20 @@ def test_the_record_goes_over_nothing_unasked_and_not_into_the_output(
     assert not out.exists()
     assert cli.main([*words, str(mine), "--overwrite"]) == 0
     assert json.loads(mine.read_text())["verified"] is None
+
+
+def test_an_interrupt_is_said_and_leaves_nothing(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    run = save_run(tmp_path / "run", model)
+    capsys.readouterr()
+    monkeypatch.setattr(merge_job, "look", interrupted)
+    assert cli.main(["merge", str(run), "-o", str(tmp_path / "out"), *HERE]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

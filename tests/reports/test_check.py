@@ -300,6 +300,39 @@ def test_a_few_rows_are_run_that_fit_into_one_pass() -> None:
 
 
 # --- settings ----------------------------------------------------------------------------------------------------
+def test_settings_without_effect_are_told_at_once(tmp_path: Path) -> None:
+    case = Case(tmp_path, quick=True)
+    case.settings["early_stopping"] = 2
+    case.data_settings = {"split": "test"}
+    finding = case.check()["settings"]
+    assert (finding.status, finding.seen) == ("error", "2 settings cannot be used")
+    told = "\n".join(finding.details)
+    assert "train.early_stopping would do nothing" in told
+    assert "data.split would do nothing: it is for a data set of the hub" in told
+
+
+def test_data_that_cannot_be_read_hides_no_idle_setting(tmp_path: Path) -> None:
+    case = Case(tmp_path, quick=True, data=[{"x": 1}])
+    case.data_settings = {"txt": "paragraph"}
+    checked = case.check()
+    assert checked["format"].status == "error"
+    assert checked["settings"].seen == "data.txt would do nothing: it is for a .txt file"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": "adamv"}, "torch.optim has no such optimiser"),
+        ({"optimizer": "sgd", "betas": (0.8, 0.9)}, "train.betas would do nothing"),
+    ],
+)
+def test_an_optimiser_is_asked_before_the_run(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    case = Case(tmp_path, quick=True)
+    case.settings |= given
+    finding = case.check()["settings"]
+    assert (finding.status, said in finding.seen) == ("error", True)
 
 
 ROWS = [Row((1,) * 10, (False,) * 5 + (True,) * 5, number) for number in range(40)]

@@ -184,6 +184,7 @@ def test_each_point_fails_alone(
     assert list(others) == [point], others
     assert checked[point].status == status
     assert said in checked[point].seen
+    assert checked[point].cure
     strict = {"note": 0, "warning": 1, "error": 2}[status]
     assert (checked.exit_code(), checked.exit_code(strict=True)) == (strict // 2 * 2, strict)
     assert checked.ok is (status == "note")

@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import afina
 from afina.config import TrainSettings
-from afina.errors import ConfigError
+from afina.errors import AfinaError, ConfigError, RunError
+from afina.table import apply
+from afina.techniques.full import Full
+from afina.techniques.lora import LoRA
+from afina.train import fit
 from afina.train.fit import refuse_idle_settings
-from tests.train.kit import ragged_rows, run
+from afina.train.options import RunOptions
+from afina.train.report import Silent
+from afina.train.run import train
+from tests.tiny import byte_tokenizer, tiny_llama
+from tests.train.kit import ragged_rows, run, same, weights
 
 
 @pytest.mark.parametrize(
@@ -43,6 +53,17 @@ def test_options_that_it_has_or_that_nobody_changed_pass(given: dict[str, Any]) 
     refuse_idle_settings(TrainSettings(**given), validates=False)
 
 
+def test_a_package_that_is_not_there_is_missed_before_a_run_that_is_there_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(tmp_path / "run", data=ragged_rows(4), steps=1)
+    kept = weights(first)
+    monkeypatch.setattr(fit, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the tensorboard package"):
+        run(tmp_path / "run", steps=1, tensorboard=True, options={"overwrite": True})
+    assert same(kept, weights(first))
+
+
 def test_a_score_that_is_not_measured_is_refused_with_what_would_measure_it() -> None:
     for best, cure in (("accuracy", "eval.choices"), ("exact_match", "eval.generate")):
         settings = TrainSettings(best=best)
@@ -57,3 +78,79 @@ def test_a_run_is_refused_before_it_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.betas"):
         run(tmp_path / "run", data=ragged_rows(4), steps=1, optimizer="sgd", betas=(0.5, 0.9))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model": None}, "this is no model"),
+        ({"model": "tiny"}, "this is no model"),
+        ({"tokenizer": "tiny"}, "a model and its tokenizer are needed"),
+        ({"edit": None}, "there is no edit"),
+        ({"edit": LoRA(rank=2)}, "there is no edit"),
+        ({"out": None}, "the run's folder needs a name"),
+        ({"out": 3}, "the run's folder needs a name"),
+        ({"settings": {"steps": 1}}, "these are no TrainSettings"),
+        ({"options": {"resume": True}}, "these are no RunOptions"),
+        ({"options": False}, "these are no RunOptions"),
+        ({"options": RunOptions(data_settings={"packing": False})}, "these are no DataSettings"),  # type: ignore[arg-type]
+        ({"options": RunOptions(evaluate="loss")}, r"RunOptions\.evaluate is to be called"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_not_what_its_place_asks_for_is_told_as_that(
+    tmp_path: Path, given: dict[str, Any], named: str
+) -> None:
+    """From Python, where nothing reads the arguments before."""
+    model = tiny_llama()
+    edit = apply(model, [LoRA(rank=2)])
+    right: dict[str, Any] = {
+        "model": model,
+        "tokenizer": byte_tokenizer(),
+        "data": ragged_rows(4),
+        "edit": edit,
+        "out": tmp_path / "run",
+        "options": RunOptions(reporter=Silent()),
+    }
+    with pytest.raises(AfinaError, match=named) as caught:
+        train(**{**right, **given})
+    assert caught.value.got is not None
+    assert caught.value.wanted is not None
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_may_be_named_by_its_step(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", steps=2, save_every=1)
+    again = run(tmp_path / "run", steps=2, save_every=1, options={"resume_from": 1})
+    assert same(weights(first), weights(again))
+
+
+def test_a_type_or_device_is_chosen_when_the_model_is_loaded_and_not_here(tmp_path: Path) -> None:
+    """Half-precision weights under an fp32 adapter are not fp32; what agrees with the model passes."""
+    for given, named in (({"dtype": "fp32"}, "bf16"), ({"device": "cuda"}, "cpu")):
+        with pytest.raises(ConfigError, match="would do nothing: the model is loaded") as caught:
+            run(tmp_path / "run", model=tiny_llama(dtype=torch.bfloat16), steps=1, **given)
+        assert named in str(caught.value.got)
+        assert "afina.load(" in str(caught.value.cure)
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "run", steps=1, dtype="fp64", device="cpu").steps == 1
+
+
+def test_what_a_run_is_made_from_is_not_in_its_folder_from_python_either(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", Full(), model=tiny_llama(dtype=torch.float32), steps=1)
+    model, tokenizer = afina.load(first.weights)
+    edit = apply(model, [LoRA(rank=2)])
+    rows = first.folder / "nan/rows.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    again = {"edit": edit, "out": first.folder, "options": RunOptions(overwrite=True)}
+    for given, named in (
+        ({"model": model, "tokenizer": tokenizer, "data": ragged_rows(4)}, "the tokenizer lies in"),
+        ({"model": model, "tokenizer": None, "data": ragged_rows(4)}, "the loaded model lies in"),
+        (
+            {"model": model, "tokenizer": byte_tokenizer(), "data": rows},
+            "the training data lies in",
+        ),
+    ):
+        with pytest.raises(RunError, match=named):
+            train(**given, **again)
+    assert (first.weights / "model.safetensors").exists()

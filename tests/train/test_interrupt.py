@@ -131,7 +131,8 @@ def test_a_run_that_is_terminated_says_so_is_saved_and_ends_with_143(tmp_path: P
         "finishing step [23], then saving; send the signal again to stop at once", told[0]
     )
     assert told[1] == (
-        f"stopped after step 2 of 5, saved; go on with: afina train --resume -o {tmp_path / 'run'}"
+        f"stopped after step 2 of 5, saved; go on with: afina train --resume -o {tmp_path / 'run'} "
+        "(in Python RunOptions(resume=True))"
     )
 
 

@@ -30,7 +30,9 @@ def scores(*, fails_at: int | None = None) -> Callable[..., Mapping[str, float]]
         calls.append(1)
         if len(calls) == fails_at:
             raise OSError("the scorer's server is away")
-        moved = sum(float(p.detach().abs().sum()) for n, p in model.named_parameters() if "lora" in n)
+        moved = sum(
+            float(p.detach().abs().sum()) for n, p in model.named_parameters() if "lora" in n
+        )
         return {"exact_match": -moved}
 
     return score

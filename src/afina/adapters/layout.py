@@ -20,6 +20,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from afina.adapters.target import inner_adapter
 from afina.errors import AdapterError, counted
 from afina.models.locate import TUNED, nearby
 from afina.places import exists
@@ -87,10 +88,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _where(folder: Path) -> str | None:
     """Where the adapter may be that is not in a folder."""
-    # PEFT puts an adapter that is not called "default" into a folder of its name.
-    named = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
-    if named:
-        return f"name the adapter in it: {' or '.join(named)}"
+    inside = inner_adapter(folder)
+    if inside:
+        return inside
     near = [] if exists(folder) else nearby(str(folder), TUNED)
     return f"did you mean {' or '.join(near)}?" if near else None
 

@@ -10,6 +10,9 @@ from afina.errors import AdapterError, ModelError, RunError
 from afina.places import exists, local
 from afina.problems import name_of
 
+MOST = 5
+"""Folders that an error names."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -50,15 +53,25 @@ def resolve_run(name: str) -> Target:
             "the folder is neither a run, nor an adapter, nor a model",
             got=name,
             wanted="config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
-            cure=_inside(folder),
+            cure=_cure_of(folder),
         )
     return Target(str(folder))
 
 
-def _inside(folder: Path) -> str | None:
-    """Where an adapter lies that PEFT saved under another name than "default"; None where there is none."""
-    named = sorted(path.parent for path in folder.glob("*/adapter_config.json"))
-    return f"name the adapter in it: {' or '.join(map(str, named))}" if named else None
+def inner_adapter(folder: Path) -> str | None:
+    """The advice to name an adapter that lies in the folder; None where there is none.
+
+    PEFT saves an adapter that is not called "default" in a folder of its name.
+    """
+    named = sorted(str(path.parent) for path in folder.glob("*/adapter_config.json"))
+    return f"name the adapter in it: {' or '.join(named[:MOST])}" if named else None
+
+
+def _cure_of(folder: Path) -> str:
+    """What to name instead, or to put right, by what lies in a folder that is none of the three."""
+    from afina.models.folder import cure_of
+
+    return inner_adapter(folder) or cure_of(folder, sorted(folder.glob("*.gguf")))
 
 
 def _of_run(folder: Path) -> Target:

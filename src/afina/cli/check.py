@@ -120,6 +120,7 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
     settings = resolved.config
     options = RunOptions(
         data_settings=settings.data,
+        config=resolved,
         resume=given["resume"],
         resume_from=given["resume_from"],
         overwrite=given["overwrite"],

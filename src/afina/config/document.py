@@ -147,6 +147,12 @@ def _pairs(
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{name}:{line}: a key must be a word")
         key = key_node.value
+        if mapping.flow_style and ":" in key and not (key_node.style or value_node.value):
+            raise ConfigError(
+                f"{name}:{line}: a colon without a space after it is a part of the word",
+                got=f"{{{key}}}",
+                wanted=f"{{{key.replace(':', ': ', 1)}}}",
+            )
         if key in lines:
             raise ConfigError(
                 f"{name}:{line}: {key!r} is given twice",

@@ -179,12 +179,12 @@ def _one(source: str | Path, settings: DataSettings, role: Role, notes: list[str
     path = local(source)
     if exists(path):
         return _folder(path, settings, role, notes) if path.is_dir() else _file(path, settings)
-    if _may_be_hub(str(source)):
+    if may_be_hub(str(source)):
         return hub_rows(str(source), settings, role, notes)
     raise _missing(path)
 
 
-def _may_be_hub(name: str) -> bool:
+def may_be_hub(name: str) -> bool:
     """Whether a name that is no path here is worth asking the hub for, rather than a misspelt file."""
     if kind(Path(name)) or not _HUB_ID.fullmatch(name) or name.startswith("."):
         return False

@@ -109,7 +109,7 @@ def no_config(path: Path, files: list[Path]) -> ModelError:
         "the folder holds no config.json",
         got=f"{path}: {_what_is_in(path, files)}",
         wanted="a Hugging Face model folder: config.json, *.safetensors, tokenizer files",
-        cure=_cure_of(path, files),
+        cure=cure_of(path, files),
     )
 
 
@@ -123,7 +123,8 @@ def _what_is_in(path: Path, files: list[Path]) -> str:
     return ", ".join(sorted(each.name for each in path.iterdir())[:5]) or "nothing"
 
 
-def _cure_of(path: Path, files: list[Path]) -> str:
+def cure_of(path: Path, files: list[Path]) -> str:
+    """What to do about a folder that is no model's, by what lies in it; `files` are its GGUF files."""
     if files:
         return f"name one: {files[0]}"
     if (path / "adapter_config.json").is_file():

@@ -122,7 +122,7 @@ def task_of(config: Any, num_labels: int | None = None) -> Task:
             "afina adapts causal language models and encoders",
             got=architecture,
             wanted="a decoder alone, or an encoder alone",
-            cure="choose a model of one of these kinds, or give task=… if it is one",
+            cure="choose a model of one of these kinds (in Python task=… loads it as one, if it is)",
         )
     if architecture or type(config) in MODEL_FOR_MASKED_LM_MAPPING or not causal:
         return "encoder"
@@ -137,7 +137,7 @@ def _refuse_seeing(config: Any, architecture: str) -> None:
         raise ModelError(
             "this model sees the tokens that it should predict",
             got=f"{architecture} with is_decoder false in config.json",
-            wanted="a decoder, or the same model as an encoder: task='encoder'",
+            wanted="a decoder (in Python task='encoder' loads it as an encoder)",
             cure="set is_decoder to true in config.json if it was trained as a decoder",
         )
 
@@ -224,7 +224,7 @@ def _no_model(folder: Path, config: Any, kind: Task, error: Exception) -> ModelE
         wanted=f"weights that fit {(config.architectures or ['the config'])[0]}",
         cure="load the model that was not quantised"
         if packed
-        else "check that the files are whole and belong together; task=… sets another kind",
+        else "check that the files are whole and belong together (in Python task=… sets another kind)",
     )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from afina.errors import ConfigError, DataError, ModelError
+from afina.errors import ConfigError, DataError, ModelError, nearest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Who speaks in a conversation, as chat templates call them."""
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 """A text to go on with, the messages of a chat, or the ids of a prompt rendered already."""
@@ -24,7 +27,7 @@ def encode(
 
     Raises:
         ModelError: messages, and no chat template or one that refuses them.
-        DataError: a prompt without text, or of a wrong type.
+        DataError: a prompt without text, or of a wrong type, or a message that says nothing or is nobody's.
         ConfigError: a system prompt for what is no messages, where it would do nothing.
     """
     rendered = isinstance(prompt, str) or (isinstance(prompt, Sequence) and _are_ids(prompt))
@@ -112,7 +115,9 @@ def _encode_messages(
             wanted="a tokenizer with a chat template, as instruction-tuned models have",
             cure="give the prompt as plain text, or tune with a model that has a template",
         )
-    if system is not None and not any(m.get("role") == "system" for m in messages):
+    for number, message in enumerate(messages):
+        _check_message(number, message)
+    if system is not None and not any(m["role"] == "system" for m in messages):
         messages = [{"role": "system", "content": system}, *messages]
     try:
         text = tokenizer.apply_chat_template(
@@ -121,7 +126,35 @@ def _encode_messages(
     except Exception as error:  # a template is a program, and may fail as any does
         raise ModelError(
             "the chat template refuses these messages",
-            got=f"roles {[m.get('role') for m in messages]}; it says: {error}",
+            got=f"roles {[m['role'] for m in messages]}; it says: {error}",
             cure="change the order or the roles of the messages",
         ) from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _check_message(number: int, message: Mapping[str, Any]) -> None:
+    """Raises for what most templates would write down as it is, and the model never saw."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise DataError(
+            f"message {number} has no role",
+            got=f"keys {list(message)[:10]}" if role is None else f"role {role!r}"[:80],
+            wanted="{'role': 'user', 'content': …}",
+        )
+    if role not in ROLES:
+        near = nearest(role.lower(), ROLES, most=1)
+        raise DataError(
+            f"message {number} has an unknown role",
+            got=repr(role[:60]),
+            wanted=", ".join(ROLES),
+            cure=f"did you mean {near[0]!r}?" if near else "say who speaks: user, or assistant?",
+        )
+    calls = content is None and message.get("tool_calls")
+    if not calls and not isinstance(content, str | list | tuple):
+        raise DataError(
+            f"message {number} ({role}) has no content"
+            if content is None
+            else f"message {number} ({role}) has content that is not text",
+            got=f"keys {list(message)[:10]}" if content is None else repr(content)[:80],
+            wanted="a text",
+        )

@@ -23,6 +23,7 @@ from afina.reports import data as data_points
 from afina.reports import packed, space, steps
 from afina.reports import settings as settings_points
 from afina.reports.checked import Checked
+from afina.reports.idle import idle
 from afina.reports.trial import Trial
 from afina.train.fit import refuse_rows, refuse_unfit
 from afina.train.options import RunOptions
@@ -118,8 +119,8 @@ class Case:
             found += self._of_rows(rows, val_rows, given=are_rows(data))
         else:
             found += [skipped(name, found[-1].seen) for name in ROW_POINTS]
-        validates = bool(val_rows) or val is not None
-        found.append(settings_points.idle(self.settings, validates))
+        sources = [data] if val is None else [data, val]
+        found.append(idle(self.settings, self.options, sources, reports, val_rows, self.tokenizer))
         broken = [f.name for f in found if f.name in ("labels", "lengths") and f.status == "error"]
         found += self._of_run(rows, val_rows, f"see {' and '.join(broken)}" if broken else "")
         return Checked(tuple(found), tuple(rows), self.tokenizer)
@@ -149,7 +150,8 @@ class Case:
         values = {"trainable": trainable, "tensors": len(self.edit.trainable())}
         warned, noted = self.edit.warnings, self.edit.notes
         status = "warning" if warned else "note" if noted else "ok"
-        return [model, Finding("technique", status, said, "", (*warned, *noted), values)]
+        cure = "take another model, or train what can be reached" if warned else ""
+        return [model, Finding("technique", status, said, cure, (*warned, *noted), values)]
 
     def _loaded(self) -> Finding:
         """What the model is, or why only its outline could be had."""

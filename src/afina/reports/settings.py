@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from afina.config import TrainSettings
-from afina.errors import AfinaError, counted
-from afina.train.fit import refuse_idle_settings
-from afina.train.preflight import Finding, of_error
+from afina.errors import counted
+from afina.train.preflight import Finding
 from afina.types import Row
 
 MOST_ROWS = 32
@@ -25,15 +24,6 @@ FAR = 3.0
 
 MANY_PASSES = 10
 """More passes over the same rows than this mostly learn them by heart."""
-
-
-def idle(settings: TrainSettings, validates: bool) -> Finding:
-    """Whether each setting has an effect."""
-    try:
-        refuse_idle_settings(settings, validates)
-    except AfinaError as error:
-        return of_error("settings", error)
-    return Finding("settings", "ok", "known, in range, and each has an effect")
 
 
 def batch(rows: Sequence[Row], settings: TrainSettings, techniques: Sequence[str]) -> Finding:

@@ -53,6 +53,6 @@ def audit(
         f"after optimiser step {step + 1}, {len(shown)} of {len(trainable)} trainable tensors did not learn",
         got=", ".join(shown[:5]) + more,
         wanted="a gradient that is not zero in every trainable tensor",
-        cure="leave these modules out (lora.exclude, full.exclude), or look for a part of the model that "
-        "the loss does not reach",
+        cure="leave these modules out: --set 'techniques.lora.exclude=[…]' (in Python LoRA(exclude=…), and so for "
+        "full), or look for a part of the model that the loss does not reach",
     )

@@ -25,7 +25,7 @@ from afina.adapters import files
 from afina.adapters.card import Record
 from afina.errors import RunError
 from afina.optim.optimisers import Optimiser
-from afina.train import durable, manifest, randomness, state
+from afina.train import durable, manifest, randomness, state, ways
 from afina.train.state import State
 from afina.tree import Edit
 
@@ -73,7 +73,7 @@ def save(run: Path, contents: Contents, now: State, scores: Mapping[str, float])
     Raises:
         RunError: when weights are not finite, or cannot be written; the older checkpoints are as they were.
     """
-    _refuse_broken(contents.edit, now.step)
+    _refuse_broken(contents.edit, now.step, run)
     folder = folder_of(run, now.step)
     folder.parent.mkdir(parents=True, exist_ok=True)
     before = _pointed(run)
@@ -113,7 +113,7 @@ def _write_weights(folder: Path, contents: Contents, record: Record) -> None:
         tokenizer.save_pretrained(folder / "model")
 
 
-def _refuse_broken(edit: Edit, step: int) -> None:
+def _refuse_broken(edit: Edit, step: int, run: Path) -> None:
     """Raises when a weight is not a finite number: such a checkpoint would push the good ones out."""
     broken = [n for n, p in edit.trainable().items() if not math.isfinite(float(p.detach().sum()))]
     broken = [n for n in broken if not bool(torch.isfinite(edit.trainable()[n]).all())]
@@ -121,8 +121,8 @@ def _refuse_broken(edit: Edit, step: int) -> None:
         raise RunError(
             f"after step {step} some weights are not finite, so they are not saved",
             got=", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if broken[3:] else ""),
-            cure="go on from an earlier checkpoint with a lower rate: "
-            "afina train --resume --allow-changes --lr …",
+            cure=f"go on from the checkpoint before it with a lower rate: "
+            f"{ways.resume(run, allow_changes=True, flags='--lr …')}",
         )
 
 
@@ -164,12 +164,12 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def latest(run: Path, wanted: str | None = None) -> Path | None:
+def latest(run: Path, wanted: str | int | None = None) -> Path | None:
     """The checkpoint to go on from, with every file as it was written.
 
     Args:
         run: the run's folder.
-        wanted: one by name (`step-000200`, or 200); None is the newest.
+        wanted: one by name or number (`step-000200`, or 200); None is the newest.
 
     Returns:
         Its folder; None when the run was stopped before it saved one.
@@ -179,6 +179,7 @@ def latest(run: Path, wanted: str | None = None) -> Path | None:
     """
     there = found(run)
     if wanted is not None:
+        wanted = str(wanted)
         name = f"step-{int(wanted):06d}" if wanted.isdecimal() else Path(wanted).name
         folder = run / "checkpoints" / name
         if folder not in there:
@@ -207,9 +208,9 @@ def _way_out(run: Path, there: list[Path], damaged: Path) -> str:
         if folder != damaged and not manifest.damage(folder):
             return (
                 f"{folder.name} is whole, and going on from it gives the same result: "
-                f"afina train --resume-from {folder.name} -o {run}"
+                f"{ways.resume(run, folder.name)}"
             )
-    return "no other checkpoint is whole: put the files back, or start again with --overwrite"
+    return f"no other checkpoint is whole: put the files back, or begin anew: {ways.OVERWRITE}"
 
 
 def restore(folder: Path, edit: Edit, optimiser: Optimiser | None) -> None:

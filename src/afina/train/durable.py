@@ -18,6 +18,7 @@ from typing import Any
 
 from afina.adapters.files import replace_folder
 from afina.errors import RunError, sized
+from afina.train import ways
 
 FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 """How the operating system names a disk, a quota and a size that are used up (ENOSPC, EDQUOT, EFBIG)."""
@@ -130,7 +131,7 @@ def writing(what: str, folder: Path, kept: str = "", *, alone: bool = True) -> I
             raise RunError(
                 f"{what} could not be written: there is no room",
                 got=f"{folder}: {sized(shutil.disk_usage(folder).free)} free ({error})",
-                cure=f"make room and type: afina train --resume -o {folder}{kept}",
+                cure=f"make room, and go on: {ways.resume(folder)}{kept}",
             ) from None
         if isinstance(error, OSError) and (alone or _is_of(error, folder)):
             raise RunError(f"{what} could not be written", got=f"{folder}: {error}") from None

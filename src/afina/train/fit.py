@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 from torch import nn
 
 from afina.config import TrainSettings
-from afina.errors import ConfigError, DataError, ModelError, RunError
+from afina.errors import ConfigError, DataError, ModelError, RunError, TechniqueError
+from afina.models.precision import DTYPES
+from afina.models.prompts import check_pair
 from afina.optim import optimisers
+from afina.seams import require_model
 from afina.train import ways
 from afina.tree import Edit
 from afina.types import Row
+
+NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
+"""A type of torch -> what the settings call it."""
+
+
+def refuse_kinds(model: Any, tokenizer: Any, edit: Any) -> None:
+    """Raises for what is not what its place asks for, such as None, or a model and its tokenizer the wrong way round.
+
+    Args:
+        model: of Transformers.
+        tokenizer: its; None where rows are given prepared.
+        edit: from `afina.apply`, or from loading an adapter.
+
+    Raises:
+        ModelError: no model, or no tokenizer.
+        TechniqueError: no edit.
+    """
+    require_model(model)
+    if tokenizer is not None:
+        check_pair(model, tokenizer)
+    if not isinstance(edit, Edit):
+        raise TechniqueError(
+            "there is no edit, which says what trains",
+            got=type(edit).__name__,
+            wanted="what afina.apply gives",
+            cure="edit = afina.apply(model, [afina.LoRA(rank=16)])",
+        )
 
 
 def refuse_unfit(model: nn.Module, edit: Edit) -> None:
@@ -28,6 +60,8 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
             "only causal language models can be trained so far",
             got=type(model).__name__,
             wanted="a model that predicts the next token, such as LlamaForCausalLM",
+            cure="choose a decoder with its language-model head, such as the demo model smollm2-135m "
+            "(in Python load it with afina.load)",
         )
     if edit.model is not model:
         raise RunError(
@@ -44,6 +78,26 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
         raise RunError(
             "nothing would train", cure="apply a technique first: afina.apply(model, [...])"
         )
+
+
+def refuse_other_place(edit: Edit, settings: TrainSettings) -> None:
+    """Raises when a device or a type is asked for that the model, which is loaded already, is not in.
+
+    Raises:
+        ConfigError: saying how to load it so.
+    """
+    attached = {id(p) for name, p in edit.trainable().items() if name not in edit.in_place}
+    base = [p for p in edit.model.parameters() if id(p) not in attached]
+    for name, wanted, found in (
+        ("dtype", settings.dtype, {NAMES[p.dtype] for p in base if p.dtype in NAMES}),
+        ("device", settings.device, {str(p.device) for p in base} | {p.device.type for p in base}),
+    ):
+        if wanted is not None and found and wanted not in found:
+            raise ConfigError(
+                f"train.{name} would do nothing: the model is loaded already",
+                got=f"{wanted}, and a model in {' and '.join(sorted(found))}",
+                cure=f"load it so: afina.load(…, {name}={wanted!r}), or leave train.{name} out",
+            )
 
 
 def refuse_rows(rows: Sequence[Row], val_rows: Sequence[Row]) -> None:
@@ -79,9 +133,14 @@ def refuse_idle_settings(
 
     Raises:
         ConfigError: for settings of validation without validation rows, early stopping without evaluations, a score
-            that is not measured, an optimiser that there is not, or options that it does not take.
+            that is not measured, an optimiser or a package that there is not, or options that it does not take.
     """
     _refuse_idle_options(settings)
+    if settings.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "train.tensorboard needs the tensorboard package",
+            cure="pip install 'afina[plot]', or leave train.tensorboard out",
+        )
     idle = [
         f"train.{name}"
         for name, used in (

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from afina.config import TrainSettings
-from afina.errors import ConfigError, RunError, counted
+from afina.errors import RunError, counted
 from afina.train import checkpoint, durable, nonfinite, ways
 from afina.train.checkpoint import Contents
 from afina.train.fit import refuse_unmeasured
@@ -23,6 +23,12 @@ from afina.train.metrics import MetricsFile, plot_loss
 from afina.train.nonfinite import MOST_IN_A_ROW, Fault, NotFiniteError
 from afina.train.report import Reporter
 from afina.train.state import Difference, State
+
+LINE = ";\n          "
+"""Between two ways out, each on a line of its own."""
+
+LOWER = 10
+"""A rate that ruined the weights is divided by this in what is advised."""
 
 
 @dataclass
@@ -90,7 +96,8 @@ class Keeper:
                         break
             except NotFiniteError as error:
                 kept = self._keep(error.fault)
-                raise error.fault.error(kept, self._saved_before()) from None
+                then = self._before_ruin() if error.fault.ruined else self._saved_before()
+                raise error.fault.error(kept, then, self.settings.on_nan) from None
             except OutOfMemoryError as error:
                 raise OutOfMemoryError(error.step, error.rows, self._saved_before()) from None
             finally:
@@ -115,19 +122,29 @@ class Keeper:
         self._save()
         self.say.say(
             f"stopped after step {step} of {self.state.total_steps}, saved; "
-            f"go on with: afina train --resume -o {self.out}"
+            f"go on with: {ways.resume(self.out)}"
         )
 
     def _saved_before(self) -> str:
         """Saves the run as it was before a step that could not be made; says how it goes on."""
         if not self.state.step:
-            return ""
+            return f"{LINE}then begin anew: {ways.OVERWRITE}"
         try:
             self._save()
         except RunError as error:
-            return f";\n          {error}"
-        way = f"afina train --resume --allow-changes -o {self.out}, with what is to change"
-        return f";\n          {counted(self.state.step, 'step')} before it saved, go on with: {way}"
+            return f"{LINE}{error}"
+        way = ways.resume(self.out, allow_changes=True, flags="--set …")
+        steps = counted(self.state.step, "step")
+        return f"{LINE}{steps} before it saved, go on with what is changed: {way}"
+
+    def _before_ruin(self) -> str:
+        """Says where a run goes on whose newest weights are of no use: they are not saved, or passed over."""
+        lower = f"--lr {self.settings.lr / LOWER:g}"
+        sound = [f for f in checkpoint.found(self.out) if checkpoint.step_of(f) < self.state.step]
+        if not sound:
+            return f"{LINE}nothing earlier is saved: begin anew with {lower} {ways.OVERWRITE}"
+        way = ways.resume(self.out, sound[-1].name, allow_changes=True, flags=lower)
+        return f"{LINE}go on from the weights before it, more slowly: {way}"
 
     def _keep(self, fault: Fault) -> Path:
         with durable.writing("the batch that is not finite", self.out):
@@ -197,10 +214,8 @@ class Keeper:
         self._bad_in_a_row += 1
         kept = self._keep(step.fault)
         if self._bad_in_a_row == MOST_IN_A_ROW:
-            raise step.fault.error(
-                kept,
-                f"; {MOST_IN_A_ROW} steps in a row were not finite, so none was skipped any more",
-            )
+            many = f"{MOST_IN_A_ROW} steps in a row were not finite, so none was skipped any more"
+            raise step.fault.error(kept, f"{LINE}{many}", self.settings.on_nan)
         self.say.say(
             f"warning: step {step.step} skipped, {step.fault.cause()} is not finite; "
             f"{self.state.skipped} skipped so far; its batch: {kept}"
@@ -264,7 +279,7 @@ class Keeper:
             "nothing was learnt: no step of this run moved the weights",
             got=f"{self.state.skipped} of {counted(self.state.step, 'step')} skipped",
             wanted="a step with a finite loss and gradient, and a row that trains",
-            cure=f"look at the batches in {batches}, lower train.lr, or {ways.IN_FP32}; then begin anew: "
+            cure=f"look at the batches in {batches}, lower train.lr, or {ways.loaded_as('fp32')}; then begin anew: "
             f"{ways.OVERWRITE}"
             if batches.is_dir()
             else "train more steps: the rows of these have no token to learn",
@@ -273,13 +288,8 @@ class Keeper:
 
 def _board(out: Path, done: int) -> Any:
     """A writer of TensorBoard events that take the place of those of steps after `done`."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "train.tensorboard needs the tensorboard package",
-            cure="pip install 'afina[plot]', or leave train.tensorboard out",
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(out / "tensorboard"), purge_step=done + 1 if done else None)
 
 

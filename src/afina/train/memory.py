@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from afina.errors import RunError, counted
+from afina.train import ways
 from afina.types import Row
 
 STATUS = Path("/proc/self/status")
@@ -29,11 +30,13 @@ class OutOfMemoryError(RunError):
         longest = max(rows, key=lambda row: len(row.tokens))
         tokens = sum(len(row.tokens) for row in rows)
         if len(rows) > 1:
-            cure = f"smaller micro-batches, which learn the same: --set train.micro_tokens={max(1, tokens // 2)}"
+            smaller = ways.setting("micro_tokens", max(1, tokens // 2))
+            cure = f"smaller micro-batches, which learn the same: {smaller}"
         else:
             cure = (
-                "shorter rows (data.max_tokens, data.over_long), a smaller dtype (train.dtype=bf16), "
-                "or a smaller model"
+                "shorter rows: --set data.max_tokens=N --set data.over_long=truncate (in Python "
+                f"DataSettings(max_tokens=N, over_long='truncate')); or {ways.loaded_as('bf16')}; or a "
+                "smaller model"
             )
         where = f" ({longest.source})" if longest.source else ""
         super().__init__(

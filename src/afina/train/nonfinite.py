@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from afina.errors import RunError
-from afina.train import durable
+from afina.train import durable, ways
 from afina.types import Row
+
+RUIN = 2.0
+"""A loss that rose so many times (and by as many nats) over rows that were just learnt shows a step that ruined all."""
 
 MOST_IN_A_ROW = 10
 """So many steps skipped one after another stop a run: it is then not a row that is bad, but the model."""
@@ -32,6 +35,8 @@ class Fault:
         tensors: trainable tensors whose gradient has a number that is not finite.
         groups: kind of tensor (`lora.a`) -> how many of them these are, and how many there are.
         rows: of the step.
+        relapse: the loss of the rows of the last step that moved the weights, when they were learnt and now; None when
+            there was none.
     """
 
     step: int
@@ -41,6 +46,15 @@ class Fault:
     tensors: tuple[str, ...]
     groups: Mapping[str, tuple[int, int]]
     rows: tuple[Row, ...]
+    relapse: tuple[float, float] | None = None
+
+    @property
+    def ruined(self) -> bool:
+        """Whether the step before spoilt the weights: the very rows that it learnt from have a far higher loss now."""
+        if self.relapse is None:
+            return False
+        then, now = self.relapse
+        return not math.isfinite(now) or now > RUIN * (then + 1)
 
     def suspects(self) -> list[Row]:
         """The rows of the micro-batches whose loss is not finite; all rows when every loss is."""
@@ -58,12 +72,13 @@ class Fault:
             return f"the gradient of {kinds}, though every loss is finite"
         return "the sum over the micro-batches or over the gradient, though each part is finite"
 
-    def error(self, kept: Path | None = None, then: str = "") -> RunError:
+    def error(self, kept: Path | None = None, then: str = "", on_nan: str = "stop") -> RunError:
         """As an error that names the rows.
 
         Args:
             kept: where the batch was written.
             then: what became of the run, as the way on.
+            on_nan: as the run was set.
         """
         ids = [row.id for row in self.suspects()]
         places = ", ".join(row.source for row in self.suspects()[:3] if row.source)
@@ -71,12 +86,24 @@ class Fault:
         lines = [got, f"not finite: {self.cause()}"]
         lines += [f"rows from {places}"] if places else []
         lines += [f"the whole batch: {kept}"] if kept else []
+        if self.relapse is not None and self.ruined:
+            was, now = self.relapse
+            lines.append(
+                f"the step before ruined the weights: its rows had loss {was:.4g}, and now {now:.4g}"
+            )
         return RunError(
             f"step {self.step}: the loss or the gradient is not finite",
             got="\n          ".join(lines),
-            cure="lower train.lr, train in fp32 (train.dtype=fp32), look at these rows, or leave such "
-            f"steps out (--on-nan skip){then}",
+            cure=f"{self._way_out(on_nan)}{then}",
         )
+
+    def _way_out(self, on_nan: str) -> str:
+        if self.ruined:
+            return "lower train.lr: with it these weights cannot be mended, and no row is to blame"
+        ways_out = ["lower train.lr", ways.loaded_as("fp32"), "look at these rows"]
+        if on_nan != "skip":
+            ways_out.append("leave such steps out: --on-nan skip (in Python on_nan='skip')")
+        return ", or ".join(ways_out)
 
 
 class NotFiniteError(RunError):
@@ -95,6 +122,7 @@ def fault_of(
     parts: Sequence[tuple[tuple[int, ...], float]],
     tensors: Mapping[str, nn.Parameter],
     rows: Sequence[Row],
+    relapse: tuple[float, float] | None = None,
 ) -> Fault:
     """What is known of a step, from the gradients it left.
 
@@ -105,6 +133,7 @@ def fault_of(
         parts: row ids and loss of each micro-batch.
         tensors: the trainable ones by name, with their gradients, not clipped.
         rows: of the step.
+        relapse: as `Fault` has it.
     """
     bad = [
         n
@@ -113,7 +142,7 @@ def fault_of(
     ]
     total, broken = Counter(map(_kind, tensors)), Counter(map(_kind, bad))
     groups = {kind: (count, total[kind]) for kind, count in sorted(broken.items())}
-    return Fault(step, loss, norm, tuple(parts), tuple(bad), groups, tuple(rows))
+    return Fault(step, loss, norm, tuple(parts), tuple(bad), groups, tuple(rows), relapse)
 
 
 def _kind(name: str) -> str:

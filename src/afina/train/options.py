@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from afina.config import Resolved
+from afina.config import Resolved, of_kind
 from afina.data.settings import DataSettings
+from afina.errors import ConfigError
 from afina.parallel.runtime import Mesh, OneProcess
 from afina.train.loop import Seams
 from afina.train.report import Reporter
@@ -33,7 +34,7 @@ class RunOptions:
         reporter: None is a live line in a terminal and plain lines elsewhere.
         config: the resolved configuration, for config.yaml; None writes one from the arguments.
         resume: go on from the folder's latest checkpoint.
-        resume_from: the same from this one of its checkpoints, by name.
+        resume_from: the same from this one of its checkpoints, by name or step.
         allow_changes: resume also with other data or settings; what differs is said and recorded.
         overwrite: replace a run that is in the folder.
     """
@@ -47,7 +48,7 @@ class RunOptions:
     reporter: Reporter | None = None
     config: Resolved[Any] | None = None
     resume: bool = False
-    resume_from: str | None = None
+    resume_from: str | int | None = None
     allow_changes: bool = False
     overwrite: bool = False
 
@@ -55,6 +56,24 @@ class RunOptions:
     def goes_on(self) -> bool:
         """Whether this is the rest of a run."""
         return self.resume or self.resume_from is not None
+
+    def refuse_kinds(self) -> None:
+        """Raises for a field that holds something else than its place asks for.
+
+        Raises:
+            ConfigError: naming it.
+        """
+        of_kind(DataSettings, self.data_settings)
+        for name in ("evaluate", "measured"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise ConfigError(
+                    f"RunOptions.{name} is to be called, and cannot be",
+                    got=repr(given)[:80],
+                    wanted="a function of the model and the validation rows"
+                    if name == "evaluate"
+                    else "a function of the validation rows",
+                )
 
     def scores(self, val_rows: Sequence[Row]) -> Collection[str] | None:
         """The names of the scores that validation on these rows gives; None when that is not known beforehand."""

@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from afina.config import TrainSettings, build
-from afina.train.fit import refuse_unfit
+from afina.config import TrainSettings, build, of_kind
+from afina.errors import ConfigError
+from afina.problems import name_of
+from afina.train import folder
+from afina.train.fit import refuse_kinds, refuse_other_place, refuse_unfit
 from afina.train.job import Job, Run
 from afina.train.options import RunOptions
 from afina.tree import Edit
@@ -44,11 +47,29 @@ def train(
     Raises:
         AfinaError: before anything is written when something does not fit; RunError when training fails.
     """
-    options = options or RunOptions()
-    settings = overruled(settings or TrainSettings(), overrides)
+    options = RunOptions() if options is None else options
+    if not isinstance(options, RunOptions):
+        raise ConfigError(
+            "these are no RunOptions",
+            got=repr(options)[:80],
+            wanted="RunOptions(resume=True), for one",
+        )
+    options.refuse_kinds()
+    settings = overruled(of_kind(TrainSettings, settings), overrides)
+    refuse_kinds(model, tokenizer, edit)
     refuse_unfit(model, edit)
-    job = Job(model, tokenizer, edit, Path(out), settings, options)
-    return job.run(data, val)
+    refuse_other_place(edit, settings)
+    place = Path(name_of(out, "the run's folder", "a folder, such as 'runs/first'"))
+    folder.refuse_used(place, resume=options.goes_on, overwrite=options.overwrite)
+    if not options.goes_on:
+        loaded = getattr(getattr(model, "config", None), "_name_or_path", None)
+        read = {
+            "the model": options.base,
+            "the tokenizer": getattr(tokenizer, "name_or_path", None),
+        }
+        read |= {"the training data": data, "the validation data": val, "the loaded model": loaded}
+        folder.refuse_inside(place, read)
+    return Job(model, tokenizer, edit, place, settings, options).run(data, val)
 
 
 def overruled(settings: TrainSettings, overrides: Mapping[str, Any]) -> TrainSettings:

@@ -17,6 +17,7 @@ from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
 from afina.config import TrainSettings
 from afina.errors import RunError, counted
+from afina.train import ways
 from afina.tree import Edit
 from afina.types import Row
 
@@ -26,6 +27,7 @@ BASE = "the base model's weights"
 TRAIN_ROWS = "the training rows"
 VAL_ROWS = "the validation rows"
 START = "the starting weights"
+TECHNIQUES = "the techniques"
 
 OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads")
 """Settings that stand in `Machine` as what they came to, so that "the best there is" is compared by what it was."""
@@ -136,7 +138,7 @@ def from_file(path: Path) -> State:
         raise RunError(
             "the run's state cannot be read",
             got=f"{path}: {' '.join(str(error).split())[:200]}",
-            cure="put the file back as it was written, or begin anew with --overwrite",
+            cure=f"put the file back as it was written, or begin anew: {ways.OVERWRITE}",
         ) from None
 
 
@@ -153,6 +155,7 @@ def recorded(settings: TrainSettings, edit: Edit, more: dict[str, Any]) -> dict[
     found = {f"train.{k}": v for k, v in settings.model_dump(mode="json").items()}
     for name in OF_THE_MACHINE:
         del found[name]
+    found[TECHNIQUES] = " and ".join(technique.key for technique in edit.techniques)
     for technique in edit.techniques:
         for name, value in technique.model_dump(mode="json").items():
             found[f"techniques.{technique.key}.{name}"] = value
@@ -199,6 +202,10 @@ def differences(then: State, now: State) -> list[Difference]:
         for name in dict.fromkeys([*now.settings, *old])
         if name not in HARMLESS and not _equal(name, old.get(name), now.settings.get(name))
     ]
+    if any(difference.name == TECHNIQUES for difference in found):
+        # What follows from that is no difference of its own: their settings, and which weights are the base's.
+        found = [one for one in found if not one.name.startswith("techniques.")]
+        found = [one for one in found if one.name not in (BASE, START)]
     for name in ("device", "dtype", "threads", "compiled"):
         one, other = getattr(then.machine, name, None), getattr(now.machine, name, None)
         if one != other:
@@ -236,4 +243,7 @@ def _as_of_today(then: State, now: State) -> dict[str, Any]:
     fields = TrainSettings.model_fields
     defaults = {f"train.{name}": field.default for name, field in fields.items()}
     missing = {n: defaults[n] for n in now.settings if n in defaults and n not in then.settings}
+    keys = [name.split(".")[1] for name in then.settings if name.startswith("techniques.")]
+    if TECHNIQUES in now.settings:
+        missing[TECHNIQUES] = " and ".join(dict.fromkeys(keys))
     return {**missing, **then.settings}

@@ -10,7 +10,10 @@ OVERWRITE = "--overwrite (in Python RunOptions(overwrite=True))"
 ALLOW_CHANGES = "--allow-changes (in Python RunOptions(allow_changes=True))"
 """Goes on with other data or settings."""
 
-IN_FP32 = "train in fp32: --set train.dtype=fp32 (in Python afina.load(…, dtype='fp32'))"
+
+def loaded_as(dtype: str) -> str:
+    """The frozen weights in another type."""
+    return f"train in {dtype}: --set train.dtype={dtype} (in Python afina.load(…, dtype={dtype!r}))"
 
 
 def setting(name: str, value: object) -> str:
