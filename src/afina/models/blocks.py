@@ -13,7 +13,7 @@ follows Korthikanti et al. 2022, arXiv 2205.05198, section 4.2, turned to where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, cast
@@ -57,11 +57,11 @@ class Blocks:
         if recompute is not False:
             seams.require_stack(model, "train.recompute")
         self.blocks = [block for stack in seams.stacks(model).values() for block in stack]
-        self.recompute = recompute
+        self.recompute: Recompute = recompute
         self.compiled = False
 
     @contextmanager
-    def running(self) -> Iterator[Blocks]:
+    def running(self) -> Generator[Blocks, None, None]:
         """Inside the block the model's blocks run this way; afterwards as before."""
         before = _calls(self.blocks)
         try:
@@ -90,7 +90,7 @@ class Blocks:
 
 
 @contextmanager
-def plainly(model: nn.Module) -> Iterator[None]:
+def plainly(model: nn.Module) -> Generator[None, None, None]:
     """Inside the block the model's blocks run as the model itself runs them: for passes without a gradient."""
     blocks = [block for stack in seams.stacks(model).values() for block in stack]
     before = _calls(blocks)

@@ -310,7 +310,7 @@ def _reach(*args: object, local_size: int | None = None, **kwargs: object) -> Te
     return None if local_size is None else torch.tensor(local_size)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # pyright: ignore[reportUnknownMemberType]
 def _interface(
     module: nn.Module,
     q: Tensor,

@@ -15,7 +15,7 @@ Source: the chain rule, by hand; LoRA as in Hu et al. 2021, arXiv 2106.09685, se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -81,7 +81,7 @@ def expand_add(h: Tensor, y: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
 
 
 @contextmanager
-def out_of_place() -> Iterator[None]:
+def out_of_place() -> Generator[None, None, None]:
     """Inside the block no output of a map is written into: for whoever keeps it."""
     global _in_place
     before, _in_place = _in_place, False
