@@ -226,6 +226,10 @@ def test_a_run_becomes_a_file(dtype: str | None, tmp_path: Path) -> None:
         afina.merge(adapter, out, settings=QUICK)
     again = QUICK.model_copy(update={"verify": False, "overwrite": True})
     assert afina.merge(adapter, out, settings=again).record["verified"] is None
+    before = out.read_bytes()
+    with pytest.raises(ConfigError, match="take the place of what it is made from"):
+        afina.merge(adapter, out, base=out, settings=again)
+    assert out.read_bytes() == before
 
 
 def test_a_gguf_base_is_unpacked_and_merged_into(tmp_path: Path) -> None:

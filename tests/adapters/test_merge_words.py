@@ -91,6 +91,9 @@ def test_a_slip_in_a_runs_name_is_answered_with_the_run(
         said = capsys.readouterr().err
         assert f"did you mean {Path('runs/calls-001')}?" in said
         assert "no such folder or file here" in said or "no run, checkpoint or adapter" in said
+    if verb == "merge":
+        assert cli.main(["merge", "runs/cals-001", "-o", "out.gguf"]) == 4
+        assert f"did you mean {Path('runs/calls-001')}?" in capsys.readouterr().err
     assert cli.main([verb, "runs/other", *words]) in (4, 6)  # nothing of a like name
     assert "did you mean" not in capsys.readouterr().err
 

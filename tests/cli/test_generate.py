@@ -267,9 +267,18 @@ def test_unfinished_answers_of_another_command_are_not_replaced_unasked(
     interrupted(0)
     assert cli.main([*words, "--seed", "1", "--force"]) == 0
     assert len(lines_of(tmp_path / "out.jsonl")) == 4
-    part.write_text("not of ours\n", encoding="utf-8")
     (tmp_path / "out.jsonl").unlink()
-    assert cli.main(words) == 2
+    for foreign in ("not of ours\n", '{"answers": 1}\n', "{}"):
+        part.write_text(foreign, encoding="utf-8")
+        for force in ([], ["--force"]):
+            capsys.readouterr()
+            assert cli.main([*words, *force]) == 2
+            assert "a file that is no unfinished answers" in capsys.readouterr().err
+            assert part.read_text(encoding="utf-8") == foreign
+    for torn in ("", '{"answ', '{"answers of": "'):  # what a crash leaves of the first line
+        part.write_text(torn, encoding="utf-8")
+        assert cli.main([*words, "--force"]) == 0
+        assert not part.exists()
 
 
 def test_another_adapter_is_another_command(

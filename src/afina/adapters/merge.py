@@ -23,7 +23,7 @@ from afina.adapters.target import Target, resolve_run
 from afina.errors import AdapterError, ConfigError, ModelError
 from afina.models import hub
 from afina.models.demo import DEMOS
-from afina.models.locate import TUNED, nearby
+from afina.models.locate import TUNED, asking, nearby
 from afina.models.precision import parse_dtype
 from afina.models.prompts import Prompt
 from afina.places import exists, local
@@ -151,8 +151,10 @@ def _base(
     try:
         return hub.resolve(target.base, revision=target.revision, token=token, offline=offline)
     except ModelError as error:
-        if target.adapter is None or exists(local(target.base)):
+        if exists(local(target.base)):
             raise
+        if target.adapter is None:
+            raise asking(error, nearby(target.base, TUNED)) from error
         raise ModelError(
             "the adapter's base is not found from here",
             got=f"{target.base}: {error.what}",

@@ -18,6 +18,9 @@ from afina.errors import ConfigError, counted
 
 SUFFIX = ".part"
 
+HEAD = "answers of"
+"""The key of a part's first line."""
+
 
 def key_of(*parts: Any) -> str:
     """What a command depends on, as a short text: equal for equal commands only."""
@@ -38,7 +41,7 @@ class Journal:
         done: the answers found in it, by number.
 
     Raises:
-        ConfigError: the part is another command's, or cannot be written.
+        ConfigError: the part is another command's, or no part at all, or cannot be written.
     """
 
     def __init__(self, out: str, key: str, *, force: bool) -> None:
@@ -58,7 +61,7 @@ class Journal:
             if found:
                 os.truncate(self.file, found)
             else:
-                self.file.write_text(json.dumps({"answers of": key}) + "\n", encoding="utf-8")
+                self.file.write_text(json.dumps({HEAD: key}) + "\n", encoding="utf-8")
         except OSError as error:
             raise unwritable(self.file, error, "name a file elsewhere") from None
 
@@ -68,12 +71,19 @@ class Journal:
             content = self.file.read_bytes()
         except FileNotFoundError:
             return 0
+        begins = f'{{"{HEAD}"'.encode()
+        if content[: len(begins)] != begins[: len(content)]:
+            raise ConfigError(
+                "a file that is no unfinished answers has the name that they would have",
+                got=self.file,
+                cure="move it away, or name another output",
+            )
         lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
         size = 0
         try:
             for number, line in enumerate(lines):
                 value = json.loads(line)
-                if number == 0 and value != {"answers of": key}:
+                if number == 0 and value != {HEAD: key}:
                     return None
                 if number:
                     self.done[int(value.pop("id"))] = value

@@ -143,6 +143,7 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
 def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
     """The model under the adapter; where it cannot be found, the error says whose it is and where it was sought."""
     from afina.models.demo import DEMOS
+    from afina.models.locate import TUNED, asking, nearby
 
     try:
         return source.load(target.base, target.revision)
@@ -151,18 +152,16 @@ def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
             raise
         if target.adapter is not None:
             raise _base_gone(source.name, target, error) from error
-        near = _meant(source.name)
-        if target.run is not None or not near:
+        if target.run is not None:
             raise
-        cure = f"{near} Else: {error.cure}" if error.cure else near
-        raise ModelError(error.what, got=error.got, wanted=error.wanted, cure=cure) from error
+        raise asking(error, nearby(source.name, TUNED)) from error
 
 
 def _meant(name: str) -> str | None:
     """The question whether a run or an adapter here was meant by a name that is like its own."""
     from afina.models.locate import TUNED, nearby
 
-    near = [] if exists(local(name)) else nearby(name, TUNED)
+    near = nearby(name, TUNED)
     return f"did you mean {' or '.join(near)}?" if near else None
 
 

@@ -63,11 +63,17 @@ def _fetched(
     try:
         return remote.fetch(name, revision=revision, token=token, offline=offline)
     except ModelError as error:
-        near = nearby(name)
-        if not near:
-            raise
-        cure = f"did you mean {' or '.join(near)}? Else: {error.cure}"
-        raise ModelError(error.what, got=error.got, wanted=error.wanted, cure=cure) from error
+        raise asking(error, nearby(name)) from error
+
+
+def asking(error: ModelError, near: Sequence[str]) -> ModelError:
+    """The error of a name that is nothing, which first asks whether one of these was meant; itself without any."""
+    if not near:
+        return error
+    cure = f"did you mean {' or '.join(near)}?"
+    if error.cure:
+        cure += f" Else: {error.cure}"
+    return ModelError(error.what, got=error.got, wanted=error.wanted, cure=cure)
 
 
 MODEL = ("config.json",)
