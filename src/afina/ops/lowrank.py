@@ -75,7 +75,12 @@ def expand_add(h: Tensor, y: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
     """
     writable = _in_place and y.is_contiguous() and not (y.is_leaf and y.requires_grad)
     # A compiled graph fuses the addition by itself.
-    if torch.compiler.is_compiling() or not _plain(h, y, b_OR) or not writable or h.dtype != y.dtype:
+    if (
+        torch.compiler.is_compiling()
+        or not _plain(h, y, b_OR)
+        or not writable
+        or h.dtype != y.dtype
+    ):
         return y + (F.linear(h * scaling, b_OR.to(h.dtype))).to(y.dtype)
     return _call(_ExpandAdd, y, h, b_OR, scaling)
 
