@@ -10,7 +10,7 @@ import pytest
 
 import afina
 from afina.errors import AfinaError
-from afina.models.prompts import ROLES
+from afina.types import ROLES
 from tests.tiny import byte_tokenizer, tiny_llama
 
 ROWS = [{"prompt": "a", "completion": "b"}]

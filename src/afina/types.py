@@ -14,6 +14,9 @@ from torch import Tensor
 IGNORE = -100
 """The target of a position whose prediction is not trained (the value torch's cross-entropy skips)."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Who speaks in a conversation, as chat templates call them: in rows of data and in messages to answer."""
+
 
 @dataclass(frozen=True)
 class Row:

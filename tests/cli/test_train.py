@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +174,101 @@ def test_a_mistyped_run_names_the_one_that_is_there(
     assert main(["train", "--resume", "-o", "runs/call-001"]) == 7
     assert "did you mean runs/calls-001?" in capsys.readouterr().err
     assert not (place / "runs/call-001").exists()
+
+
+def test_a_parent_folder_names_the_runs_in_it(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "runs/calls-001").mkdir(parents=True)
+    (place / "runs/calls-001/config.yaml").write_text("model: tiny\n")
+    (place / "ruins").mkdir()
+    (place / "ruins/config.yaml").write_text("model: tiny\n")
+    assert main(["train", "--resume", "-o", "runs"]) == 7
+    assert "cure:   name a run in it: runs/calls-001\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["run/tiny", "rows.jsonl"], "the model"),
+        (["tiny", "run/rows.jsonl"], "the training data"),
+        (["tiny", "rows.jsonl", "--val", "run/rows.jsonl"], "the validation data"),
+        (["tiny", "rows.jsonl", "--init-from", "run"], "the adapter to start from"),
+        (["tiny", "rows.jsonl", "-c", "run/config.yaml"], "the configuration"),
+    ],
+)
+def test_a_run_does_not_take_the_place_of_what_it_is_made_from(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+) -> None:
+    """In folders that a run writes, which hold what somebody copied there."""
+    run = place / "run"
+    run.mkdir()
+    shutil.copytree(place / "tiny", run / "nan")
+    (run / "model").mkdir()
+    (run / "model/rows.jsonl").write_bytes((place / "rows.jsonl").read_bytes())
+    (run / "config.yaml").write_text("model: tiny\n")
+    (run / "data.json").write_text('{"sources": []}')
+    names = {"run/tiny": "run/nan", "run/rows.jsonl": "run/model/rows.jsonl"}
+    before = sorted(path for path in run.rglob("*"))
+    assert main(["train", *(names.get(w, w) for w in words), "-o", "run", "--overwrite"]) == 7
+    assert f"{named} lies in the folder of the run" in capsys.readouterr().err
+    assert sorted(path for path in run.rglob("*")) == before
+
+
+def test_a_score_that_the_rows_cannot_give_is_refused_before_anything_is_written(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*COMMON, "--steps", "1", "--val", "rows.jsonl", "--set", "train.best=accuracy"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "train.best is accuracy, which this validation does not measure" in said
+    assert "eval.choices" in said
+    assert not (place / "run").exists()
+    digits = ", ".join(f"'{i}'" for i in range(12))
+    assert main([*words, "--set", f"eval.choices=[{digits}]", "--set", "eval.generate=false"]) == 0
+    assert all("val_accuracy" in line for line in read_metrics(place / "run"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--technique", "full", "--rank", "4"], "--rank is a setting of lora, which is not among"),
+        (["-c", "full.yaml", "--rank", "4"], "--rank is a setting of lora, which is not among"),
+        (["-c", "empty.yaml"], "there is no technique"),
+    ],
+)
+def test_an_option_of_a_technique_that_is_not_taken_and_none_at_all_are_told_as_that(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    (place / "full.yaml").write_text("techniques: [full]\n")
+    (place / "empty.yaml").write_text("techniques: []\n")
+    assert main([*COMMON, *words]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "--technique lora" in shown
+    assert "afina." not in shown
+    # The control: an option adds to an empty list what it is of.
+    assert main([*COMMON, "-c", "empty.yaml", "--rank", "4", "--print-config"]) == 0
+
+
+def test_skipped_steps_are_told_at_the_end_and_in_the_result(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from afina.train import loop
+
+    found: list[int] = []
+
+    def once(*given: Any) -> Any:
+        losses = counted(*given)
+        found.append(1)
+        return losses * float("nan") if len(found) == 1 else losses
+
+    counted = loop.counted
+    monkeypatch.setattr(loop, "counted", once)
+    words = ["--steps", "3", "--rows-per-step", "4", "--on-nan", "skip"]
+    assert main([*COMMON, *words]) == 0
+    assert "done: 3 steps (1 of 3 skipped), loss" in capsys.readouterr().err
+    assert json.loads((place / "run/result.json").read_text())["skipped"] == 1
 
 
 def test_a_damaged_checkpoint_names_the_one_before_it_and_nothing_is_touched(

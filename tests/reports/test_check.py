@@ -15,6 +15,7 @@ import torch
 
 import afina
 from afina.config import TrainSettings
+from afina.data.settings import DataSettings
 from afina.errors import ConfigError, lasting
 from afina.reports import packed, settings, space, steps
 from afina.reports.checked import Checked
@@ -22,6 +23,7 @@ from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train import plan
+from afina.train.options import RunOptions
 from afina.train.preflight import Finding
 from afina.types import Row
 from demo import calls
@@ -309,6 +311,20 @@ def test_settings_without_effect_are_told_at_once(tmp_path: Path) -> None:
     told = "\n".join(finding.details)
     assert "train.early_stopping would do nothing" in told
     assert "data.split would do nothing: it is for a data set of the hub" in told
+
+
+def test_a_run_refuses_what_the_point_refuses(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    idle = RunOptions(data_settings=DataSettings(split="test"))
+    with pytest.raises(ConfigError, match=r"data\.split would do nothing"):
+        afina.train(
+            case.model, case.tokenizer, case.data, case.applied(), case.out, steps=1, options=idle
+        )
+    assert not case.out.exists()
+    case.data = [Row((1, 2, 3), (False, True, True), 0)]
+    case.data_settings = {"columns": {"prompt": "q"}}
+    case.val, case.quick = None, True
+    assert case.check()["settings"].seen.startswith("data.columns would do nothing: it is for data")
 
 
 def test_data_that_cannot_be_read_hides_no_idle_setting(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from afina.train.metrics import read_metrics
 from afina.train.nonfinite import MOST_IN_A_ROW, Fault
 from afina.train.report import Silent
 from afina.types import Batch
+from tests.tiny import tiny_llama
 from tests.train import kit
 from tests.train.kit import Stop, ragged_rows, same, weights
 
@@ -201,6 +202,72 @@ def test_a_run_in_which_no_step_moved_is_not_done(tmp_path: Path) -> None:
     # The third step has the two rows that are left of the epoch, and neither of the spoilt ones.
     few = [i for ids in rows_of_steps(2) for i in ids]
     assert run(tmp_path / "most", options={"seams": spoils(*few)}, **settings).steps == 3
+
+
+def ruins(step: int) -> Seams:
+    """A step that throws the weights far out, as one of too high a rate does: finite still, and of no use."""
+
+    def throw(done: int, tensors: dict[str, Any]) -> None:
+        if done == step - 1:
+            for tensor in tensors.values():
+                tensor.grad.mul_(1e25)
+
+    return Seams(before_step=(throw,))
+
+
+def test_weights_that_a_step_ruined_are_not_gone_on_from(tmp_path: Path) -> None:
+    """What is advised helps: from the checkpoint before that step; from the newest, and by skipping, nothing does."""
+    wild = {"steps": 5, "optimizer": "sgd", "clip": None, "save_every": 1}
+    out = tmp_path / "run"
+
+    def again(**options: Any) -> Any:
+        settings = {**wild, **options.pop("settings", {})}
+        return run(out, model=tiny_llama(dtype=torch.float32), options=options, **settings)
+
+    with pytest.raises(RunError, match="step 4: the loss or the gradient") as caught:
+        again(seams=ruins(3))
+    got, cure = str(caught.value.got), str(caught.value.cure)
+    assert "the step before ruined the weights: its rows had loss" in got
+    assert cure.startswith("lower train.lr: with it these weights cannot be mended")
+    assert "skip" not in cure
+    way = f"afina train --resume-from step-000002 --allow-changes --lr 0.001 -o {out}"
+    assert way in cure
+    # The same is known, and advised, where a run goes on from such weights.
+    for on_nan in ("stop", "skip"):
+        with pytest.raises(RunError, match="step 4: the loss") as caught:
+            again(resume=True, allow_changes=True, settings={"on_nan": on_nan})
+        assert way in str(caught.value.cure)
+    rest = again(resume_from="step-000002", allow_changes=True, settings={"lr": 1e-3})
+    assert [line["step"] for line in read_metrics(out)] == [1, 2, 3, 4, 5]
+    assert math.isfinite(rest.loss)
+
+
+def test_weights_that_were_ruined_push_no_good_ones_out(tmp_path: Path) -> None:
+    """Where the ruined ones are not saved already; and without any earlier ones the run begins anew, more slowly."""
+    wild = {"steps": 9, "optimizer": "sgd", "clip": None, "keep_last": 1}
+    single = {"model": tiny_llama(dtype=torch.float32)}
+    with pytest.raises(RunError, match="step 6") as caught:
+        run(tmp_path / "run", options={"seams": ruins(5)}, save_every=3, **single, **wild)
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert names == ["step-000003"]
+    assert "--resume-from step-000003 --allow-changes --lr 0.001" in str(caught.value.cure)
+    single = {"model": tiny_llama(dtype=torch.float32)}
+    with pytest.raises(RunError, match="step 2") as caught:
+        run(tmp_path / "other", options={"seams": ruins(1)}, save_every=1, **single, **wild)
+    assert "nothing earlier is saved: begin anew with --lr 0.001 --overwrite" in str(
+        caught.value.cure
+    )
+
+
+def test_a_loss_that_only_rose_a_little_shows_no_ruin() -> None:
+    def fault(relapse: tuple[float, float] | None) -> Fault:
+        rows = tuple(ragged_rows(2))
+        return Fault(3, math.nan, 1.0, (((1, 2), math.nan),), (), {}, rows, relapse)
+
+    for relapse in (None, (5.0, 4.9), (5.0, 7.0), (0.01, 0.5)):
+        assert not fault(relapse).ruined
+    for relapse in ((5.0, math.nan), (5.0, math.inf), (5.0, 80.0)):
+        assert fault(relapse).ruined
 
 
 def test_a_norm_that_overflows_though_all_is_finite_is_told_apart() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from afina.data.settings import DataSettings
-from afina.errors import AdapterError, RunError
+from afina.errors import RunError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
@@ -174,10 +174,15 @@ def test_a_finished_run_is_told_to_be_finished_and_nothing_changes(tmp_path: Pat
     assert again == first
     assert contents(tmp_path / "run") == before
     assert heard.heard("this run is finished (2 steps), and nothing was changed")
-    fewer = {"resume": True, "allow_changes": True}
+    heard = Listen()
+    fewer = {"resume": True, "allow_changes": True, "reporter": heard}
     shorter = run(tmp_path / "run", steps=1, val=ragged_rows(3, seed=3), options=fewer)
     assert shorter == first
     assert contents(tmp_path / "run") == before
+    # Nothing goes on, so nothing is said of how it would.
+    assert not heard.heard("goes on")
+    assert not heard.heard("resumed with")
+    assert heard.heard("this run is finished (2 steps), and nothing was changed")
 
 
 def test_a_run_that_stopped_early_stays_stopped(tmp_path: Path) -> None:
@@ -197,6 +202,30 @@ def test_a_run_that_stopped_early_stays_stopped(tmp_path: Path) -> None:
     (tmp_path / "run/result.json").unlink()
     again = run(tmp_path / "run", options={"resume": True}, **settings)
     assert again == first
+    # More steps are not what it lacks: it is told to be finished, and what would make it go on.
+    heard = Listen()
+    before = contents(tmp_path / "run")
+    more = {"resume": True, "allow_changes": True, "reporter": heard}
+    assert run(tmp_path / "run", options=more, **{**settings, "steps": 20}) == first
+    assert contents(tmp_path / "run") == before
+    assert heard.heard("the scores stopped improving), and nothing was changed")
+    assert heard.heard("--set train.early_stopping=null")
+    assert not heard.heard("going on")
+    rest = run(tmp_path / "run", options=more, **{**settings, "early_stopping": None})
+    assert rest.steps == 12
+
+
+def test_a_run_killed_after_its_last_step_is_brought_to_its_end(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", steps=3, save_every=1)
+    (tmp_path / "run/result.json").unlink()
+    for steps in (3, 2):
+        heard = Listen()
+        options = {"resume": True, "allow_changes": True, "reporter": heard}
+        assert run(tmp_path / "run", steps=steps, save_every=1, options=options) == first
+        assert heard.heard(f"3 steps of {steps} done: the run is brought to its end")
+        assert not heard.heard("goes on")
+        assert not heard.heard("going on")
+        (tmp_path / "run/result.json").unlink()
 
 
 def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones(tmp_path: Path) -> None:
@@ -273,8 +302,41 @@ def test_a_change_that_the_weights_cannot_follow_is_refused_even_when_allowed(
 ) -> None:
     killed(tmp_path / "run", 2, steps=3, save_every=1)
     allow = {"resume": True, "allow_changes": True}
-    with pytest.raises(AdapterError, match="does not fit"):
+    before = contents(tmp_path / "run")
+    with pytest.raises(RunError, match="its weights would have no place") as caught:
         run(tmp_path / "run", LoRA(rank=3), steps=3, save_every=1, options=allow)
+    assert caught.value.got == "techniques.lora.rank: 2 then, 3 now"
+    assert "(2, 48); now it is (3, 48)" in str(caught.value.wanted)
+    with pytest.raises(RunError, match="its weights would have no place") as caught:
+        run(tmp_path / "run", LoRA(rank=2, target=("q_proj",)), steps=3, options=allow)
+    assert "techniques.lora.target: ['all-linear'] then, ['q_proj'] now" in str(caught.value.got)
+    assert contents(tmp_path / "run") == before
+    # The control: what the same weights can follow goes on.
+    assert run(tmp_path / "run", LoRA(rank=2, alpha=8), steps=3, options=allow).steps == 3
+
+
+def test_another_technique_is_told_as_that_and_is_no_change_to_allow(tmp_path: Path) -> None:
+    """And not as another base, whose weights are then counted otherwise; a run of an older afina has no such entry."""
+    killed(tmp_path / "run", 2, steps=3, save_every=1)
+    for allow in (False, True):
+        options = {"resume": True, "allow_changes": allow}
+        for old in (False, True):
+            if old:
+                forget(tmp_path / "run/checkpoints/step-000002", state.TECHNIQUES)
+            with pytest.raises(RunError, match="what trains is not what trained") as caught:
+                run(tmp_path / "run", Full(), steps=3, save_every=1, options=options)
+            assert str(caught.value.got) == "the techniques: lora then, full now"
+    assert run(tmp_path / "run", steps=3, save_every=1, options={"resume": True}).steps == 3
+
+
+def forget(folder: Path, name: str) -> None:
+    """Makes a checkpoint one that does not know a setting, and is whole."""
+    from afina.train import manifest
+
+    found = state.from_file(folder / "state.json")
+    found.settings.pop(name, None)
+    (folder / "state.json").write_text(state.to_text(found))
+    manifest.write(folder)
 
 
 def test_settings_that_change_nothing_learnt_may_differ_and_are_recorded(tmp_path: Path) -> None:

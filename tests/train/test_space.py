@@ -62,6 +62,21 @@ def test_so_many_checkpoints_lie_there_at_once() -> None:
     assert most(True, save_every=100, keep_last=2, eval_every=50) == 4  # and the best
 
 
+def test_only_what_would_take_less_room_is_advised() -> None:
+    def advice(total: int = 1000, **settings: Any) -> str:
+        return space.way_out(TrainSettings(**settings), total, validates=False)
+
+    plain = "make room, or name a folder on another disk"
+    assert (
+        advice(keep_last=5)
+        == f"{plain}, or keep fewer: --set train.keep_last=1 (in Python keep_last=1)"
+    )
+    fewer = "keep fewer: --set train.save_every=null (in Python save_every=None)"
+    assert advice(keep_last=1) == f"{plain}, or {fewer}"
+    assert advice(save_every=None) == plain
+    assert advice(total=50) == plain  # one checkpoint, at the end
+
+
 def test_a_run_that_cannot_fit_is_refused_before_its_first_step_and_before_the_old_one_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,8 @@ class Chat:
         self.asked += 1
 
     def _answer(self, speaker: str, model: Any, text: str, write: Callable[[str], Any]) -> None:
-        from afina.models.generate import ContextFull, stream
+        from afina.models.answerable import ContextFull
+        from afina.models.generate import stream
 
         messages = [*self.turns.get(speaker, []), {"role": "user", "content": text}]
         # Each message draws anew, and the same conversation draws the same.

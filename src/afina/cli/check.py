@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from afina.cli import train as train_verb
-from afina.cli.starting import start_from
+from afina.cli.starting import scoring, start_from
 from afina.errors import AfinaError, ConfigError
 from afina.places import exists, local
 
@@ -146,6 +147,7 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
             break
         except AfinaError as error:  # without weights the outline will do, for what needs no more
             case.failed.setdefault("model", error)
+    case.options = replace(options, **scoring(settings, case.tokenizer))
     if case.model is not None:
         try:
             case.edit = _applied(case.model, resolved, given)

@@ -117,7 +117,7 @@ def _encoded(
     loaded: Loaded, asked: Sequence[Asked], settings: GenerateSettings, *, plain: bool
 ) -> list[list[int]]:
     """The prompts' ids, each judged while its file and line are known."""
-    from afina.models.generate import check_generates, refuse_unanswerable
+    from afina.models.answerable import check_generates, refuse_unanswerable
     from afina.models.prompts import encode
 
     check_generates(loaded.model)

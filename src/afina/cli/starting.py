@@ -8,14 +8,15 @@ from typing import Any
 
 def is_finished(out: Path) -> bool:
     """Whether the run has nothing left to do, and nothing else is asked for: known without its model and data."""
-    from afina.train import checkpoint, result
+    from afina.train import checkpoint, result, state
     from afina.train.report import reporter
 
     done = result.read(out)
     newest = checkpoint.found(out)
     if done is None or not newest or checkpoint.step_of(newest[-1]) != done.steps:
         return False
-    reporter().say(result.told(done))
+    then = state.or_none(newest[-1] / checkpoint.STATE)
+    reporter().say(result.told(done, done.steps if then is None else then.total_steps))
     return True
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from afina.data.example import Example, Message
 from afina.data.sources import RawRow
 from afina.errors import DataError, nearest
+from afina.types import ROLES
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _OTHER_NAMES = {
     "human": "user",

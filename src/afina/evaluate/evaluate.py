@@ -21,7 +21,8 @@ from afina.evaluate.answers import (
 from afina.evaluate.inputs import Rows, rows_of
 from afina.evaluate.losses import class_scores, named, row_losses
 from afina.evaluate.measured import refuse_system
-from afina.models.generate import Completion, evaluating, refuse_unanswerable
+from afina.models.answerable import refuse_unanswerable
+from afina.models.generate import Completion, evaluating
 from afina.models.generate import generate as answer_all
 from afina.models.prompts import check_pair
 from afina.types import Row

@@ -20,26 +20,14 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from afina import seams
 from afina.config import GenerateSettings, of_kind
-from afina.errors import ModelError, counted
+from afina.models.answerable import check_generates, most_tokens, refuse_unanswerable
 from afina.models.finite import Finite
-from afina.models.forward import context_of
 from afina.models.prompts import Prompt, check_pair, check_prompts, encode
 from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
-from afina.models.tokenizer import outside
 
-__all__ = [
-    "Completion",
-    "ContextFull",
-    "Prompt",
-    "check_generates",
-    "encode",
-    "evaluating",
-    "generate",
-]
-__all__ += ["refuse_unanswerable", "stop_ids", "stream"]
+__all__ = ["Completion", "Prompt", "encode", "evaluating", "generate", "stop_ids", "stream"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +94,7 @@ def generate(
     stops = stop_ids(model, tokenizer)
     for number, tokens in enumerate(ids, start=1):
         refuse_unanswerable(model, tokenizer, tokens, f"prompt {number}")
-    budgets = [_budget(model, tokens, settings) for tokens in ids]
+    budgets = [most_tokens(model, tokens, settings) for tokens in ids]
     answers = dict(answered or {})
     left = [row for row in range(len(ids)) if row not in answers]
     with evaluating(model):
@@ -142,12 +130,12 @@ def stream(
     check_generates(model)
     ids = encode(tokenizer, messages, system=settings.system, tools=tools)
     refuse_unanswerable(model, tokenizer, ids, "the prompt")
-    budget = _budget(model, ids, settings)
+    most = most_tokens(model, ids, settings)
     job = _Job(model, tokenizer, settings, stop_ids(model, tokenizer), [ids], (0,))
     tokens: list[int] = []
     shown = ""
     with evaluating(model):
-        for token in job.tokens(budget):
+        for token in job.tokens(most):
             tokens.append(token)
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             whole = cut(text, settings.stop)
@@ -158,72 +146,6 @@ def stream(
     rest = cut(tokenizer.decode(tokens, skip_special_tokens=True), settings.stop)[len(shown) :]
     if rest:
         yield rest
-
-
-def check_generates(model: Any) -> None:
-    """Raises for a model that does not answer.
-
-    Raises:
-        ModelError: a classifier, an encoder, or one whose positions transformers gets wrong.
-    """
-    can = getattr(model, "can_generate", None)
-    if can is None or not can() or model.config.is_encoder_decoder:
-        raise ModelError(
-            "this model does not generate text from left to right",
-            got=type(model).__name__,
-            wanted="a causal language model",
-            cure="measure a classifier: `afina eval` (in Python afina.evaluate)",
-        )
-    first = seams.first_position(model)
-    if first:
-        raise ModelError(
-            "transformers gives this model wrong positions when it generates",
-            got=f"{type(model).__name__}, whose rows begin at position {first}; generation begins them at 0",
-            wanted="a model that counts its positions from 0",
-            cure="measure its loss: afina eval … --metrics loss (in Python EvalSettings(generate=False))",
-        )
-
-
-class ContextFull(ModelError):
-    """A prompt leaves no room for an answer."""
-
-
-def refuse_unanswerable(model: Any, tokenizer: Any, ids: Sequence[int], named: str) -> None:
-    """Raises for a prompt that the model cannot read, or that leaves no room for an answer.
-
-    Args:
-        model: a causal language model of Transformers.
-        tokenizer: its tokenizer.
-        ids: the prompt.
-        named: what it is called, such as its file and line.
-
-    Raises:
-        ModelError: see above.
-    """
-    strange = outside(model, ids)
-    if strange:
-        text = f"{tokenizer.decode(strange[:1])!r}, " if strange[0] >= 0 else ""
-        raise ModelError(
-            f"{named} has a token that the model has no embedding for",
-            got=f"{text}id {strange[0]}",
-            wanted=f"ids from 0 to {model.get_input_embeddings().weight.shape[0] - 1}",
-            cure="take it out of the prompt, or use the tokenizer that the model was trained with",
-        )
-    limit = context_of(model)
-    if limit is not None and len(ids) >= limit:
-        raise ContextFull(
-            f"{named} fills the model's whole context",
-            got=counted(len(ids), "token"),
-            wanted=f"fewer than {limit}",
-            cure="shorten the prompt",
-        )
-
-
-def _budget(model: Any, ids: Sequence[int], settings: GenerateSettings) -> int:
-    """The most tokens this prompt's answer may have: as set, or what the context leaves."""
-    limit = context_of(model)
-    most = settings.max_new_tokens
-    return most if limit is None else min(most, limit - len(ids))
 
 
 def _batches(

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from afina.errors import ConfigError, DataError, ModelError, nearest
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Who speaks in a conversation, as chat templates call them."""
+from afina.types import ROLES
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 """A text to go on with, the messages of a chat, or the ids of a prompt rendered already."""

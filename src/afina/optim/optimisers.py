@@ -104,8 +104,10 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
 def kinds() -> dict[str, type[torch.optim.Optimizer]]:
     """The optimisers of torch.optim that the loop can drive, by name in small letters."""
-    found = {n: getattr(torch.optim, n) for n in dir(torch.optim) if n not in UNUSABLE}
-    return {n.lower(): kind for n, kind in found.items() if inspect.isclass(kind)}
+    found: dict[str, Any] = {n: getattr(torch.optim, n) for n in dir(torch.optim)}
+    return {
+        n.lower(): kind for n, kind in found.items() if inspect.isclass(kind) and n not in UNUSABLE
+    }
 
 
 def kind_of(name: str) -> type[torch.optim.Optimizer]:

@@ -120,7 +120,7 @@ class Case:
         else:
             found += [skipped(name, found[-1].seen) for name in ROW_POINTS]
         sources = [data] if val is None else [data, val]
-        found.append(idle(self.settings, self.options, sources, reports, val_rows, self.tokenizer))
+        found.append(idle(self.settings, self.options, sources, reports, val_rows))
         broken = [f.name for f in found if f.name in ("labels", "lengths") and f.status == "error"]
         found += self._of_run(rows, val_rows, f"see {' and '.join(broken)}" if broken else "")
         return Checked(tuple(found), tuple(rows), self.tokenizer)

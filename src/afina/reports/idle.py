@@ -9,7 +9,6 @@ from afina.config import EvalSettings, TrainSettings
 from afina.data.idle import refuse_idle_data
 from afina.data.report import DataReport
 from afina.errors import AfinaError
-from afina.evaluate.measured import measured
 from afina.problems import together
 from afina.train.fit import refuse_idle_settings
 from afina.train.options import RunOptions
@@ -23,7 +22,6 @@ def idle(
     sources: Sequence[Any],
     reports: Sequence[DataReport],
     val_rows: Sequence[Row],
-    tokenizer: Any,
 ) -> Finding:
     """The point about the settings, all that do nothing at once.
 
@@ -33,19 +31,16 @@ def idle(
         sources: the training data, and the validation data if it was given.
         reports: of what could be read of them.
         val_rows: that score.
-        tokenizer: the model's.
     """
     evaluation = None if options.config is None else options.config.config.eval
     validates = bool(val_rows) or len(sources) > 1
 
-    def scores() -> tuple[str, ...] | None:
-        if evaluation is None or settings.best == "loss" or not val_rows:
-            return None
-        return measured(val_rows, evaluation, tokenizer)
+    def refuse() -> None:
+        refuse_idle_settings(settings, validates, options.scores(val_rows) if val_rows else None)
 
     formats = [one.format for one in reports]
     problems = [
-        *_raised(lambda: refuse_idle_settings(settings, validates, scores())),
+        *_raised(refuse),
         *_raised(lambda: refuse_idle_data(sources, options.data_settings, formats)),
     ]
     if problems:

@@ -12,6 +12,7 @@ from torch import nn
 
 from afina.adapters.fingerprint import base_fingerprint
 from afina.config import Resolved, TrainSettings
+from afina.data.idle import refuse_idle_data
 from afina.data.report import DataReport, fingerprint
 from afina.data.settings import DataSettings
 from afina.errors import counted
@@ -101,7 +102,6 @@ class Job:
     def run(self, data: Any, val: Any) -> Run:
         """From the data to the finished folder."""
         say = self.options.reporter or reporter()
-        folder.refuse_used(self.out, resume=self.options.goes_on, overwrite=self.options.overwrite)
         folder.refuse_busy(self.out)
         rows, val_rows, reports = read_rows(
             self.model, self.tokenizer, data, val, self.options.data_settings
@@ -111,7 +111,9 @@ class Job:
         if val is None and val_rows:
             say.say(f"held out for validation, by content: {len(val_rows)} rows; {len(rows)} train")
         refuse_rows(rows, val_rows)
-        refuse_idle_settings(self.settings, bool(val_rows))
+        refuse_idle_settings(self.settings, bool(val_rows), self.options.scores(val_rows))
+        sources, formats = [data] if val is None else [data, val], [one.format for one in reports]
+        refuse_idle_data(sources, self.options.data_settings, formats)
         self._look_at(rows, val_rows, say, given=are_rows(data))
         say.say(self.edit.summary())
         self.total_steps = plan.total_steps(self.settings, rows)
@@ -157,11 +159,13 @@ class Job:
                 counts = {"train": len(given.rows), "validation": len(given.val_rows)}
                 record.write(self.out, given.resolved, given.reports, counts, self._machine())
                 return self._train(given, now, (), say)
-            changes = resume.compare(start.state, now, allow=options.allow_changes, say=say)
+            changes = resume.compare(start.state, now, allow=options.allow_changes)
             done = resume.finished(self.out, start.state, now, changes)
             if done is not None:
-                say.say(result.told(done))
+                say.say(result.told(done, start.state.total_steps))
                 return done
+            resume.refuse_unfit(start.folder, self.edit, changes)
+            resume.tell(start.state, now, changes, say)
             state = self._restore(start, now, changes, say)
             if changes or harmless(start.state, now):
                 told = [*changes, *harmless(start.state, now)]
@@ -187,8 +191,13 @@ class Job:
             self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
         checkpoint.point(self.out, start.folder)
         (self.out / result.FILE).unlink(missing_ok=True)
-        seen = f"{counted(state.rows_seen, 'row')} seen"
-        say.say(f"going on after step {state.step} of {state.total_steps}, {seen}")
+        if state.step < state.total_steps:
+            seen = f"{counted(state.rows_seen, 'row')} seen"
+            say.say(f"going on after step {state.step} of {state.total_steps}, {seen}")
+        else:
+            say.say(
+                f"{counted(state.step, 'step')} of {state.total_steps} done: the run is brought to its end"
+            )
         return state
 
     def _state(self, given: Given, start: Origin | None) -> State:
@@ -221,7 +230,8 @@ class Job:
         one = space.checkpoint_bytes(self.edit, self.settings.optimizer, self.tokenizer)
         most = space.checkpoints_at_once(self.settings, self.total_steps, validates)
         needed = most * one + space.weights_bytes(self.edit, self.tokenizer)
-        space.refuse_too_little(self.out, needed, one)
+        cure = space.way_out(self.settings, self.total_steps, validates)
+        space.refuse_too_little(self.out, needed, one, cure)
 
     def _train(
         self, given: Given, state: State, changes: Sequence[Difference], say: Reporter
@@ -261,12 +271,13 @@ class Job:
                     self.out, self.model, contents, self.settings, score, state, say, changes
                 )
                 windows = plan.windows_from(self.settings, rows, state.step)
-                keeper.follow(loop(work, windows, state.step, state.skipped))
+                learnt = resume.learnt(self.out, self.settings, rows, state.step)
+                keeper.follow(loop(work, windows, state.step, state.skipped, learnt))
             finally:
                 self.model.train(training)
         weights, best = keeper.finish()
-        steps, loss = keeper.state.step, last_tenth_loss(self.out)
-        run = Run(self.out, weights, steps, loss, scores_of(self.out, best), best)
+        steps, loss, skipped = keeper.state.step, last_tenth_loss(self.out), keeper.state.skipped
+        run = Run(self.out, weights, steps, loss, scores_of(self.out, best), best, skipped)
         result.write(run)
         return run
 

@@ -26,6 +26,7 @@ from afina.train.audit import AUDITED_STEPS, audit
 from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
 from afina.train.nonfinite import Fault, NotFiniteError, fault_of
 from afina.train.passes import Passes, counted
+from afina.train.validate import mean_loss
 from afina.tree import Edit, seed_of
 from afina.types import Batch, Row
 
@@ -126,7 +127,11 @@ class Step:
 
 
 def loop(
-    work: Work, windows: Iterator[Sequence[Row]], start: int = 0, skipped: int = 0
+    work: Work,
+    windows: Iterator[Sequence[Row]],
+    start: int = 0,
+    skipped: int = 0,
+    learnt: tuple[Sequence[Row], float] | None = None,
 ) -> Iterator[Step]:
     """Trains from step `start` to the end, yielding after each optimiser step.
 
@@ -135,10 +140,11 @@ def loop(
         windows: the rows of step `start`, of the next, and so on.
         start: steps already done.
         skipped: those of them that did not move the optimiser.
+        learnt: the rows of the newest of them and their loss then, to know by whether it ruined the weights.
 
     Raises:
         RunError: when a trainable tensor gets no gradient at the first steps.
-        NotFiniteError: when a loss or a gradient is not finite, unless `train.on_nan` is skip.
+        NotFiniteError: when a loss or a gradient is not finite, unless `train.on_nan` is skip and that may help.
         OutOfMemoryError: when a micro-batch does not fit.
     """
     moves = start - skipped
@@ -151,14 +157,16 @@ def loop(
         norm = float(whole)
         fault = None
         if not math.isfinite(done.loss) or not math.isfinite(norm):
-            fault = fault_of(step + 1, done.loss, norm, done.parts, tensors, rows)
-            if work.settings.on_nan == "stop":
+            relapse = _relapse(work, learnt)
+            fault = fault_of(step + 1, done.loss, norm, done.parts, tensors, rows, relapse)
+            if work.settings.on_nan == "stop" or fault.ruined:
                 raise NotFiniteError(fault)
         moved = done.trained > 0 and fault is None
         lr = _lr(work, step)
         if moved:
             _move(work, tensors, step, whole, lr, audited=moves)
             moves += 1
+            learnt = rows, done.loss
         work.optimiser.clear_gradients()
         for after in work.seams.after_step:
             after(step)
@@ -175,6 +183,14 @@ def loop(
             moved,
             fault,
         )
+
+
+def _relapse(work: Work, learnt: tuple[Sequence[Row], float] | None) -> tuple[float, float] | None:
+    """The loss of rows when they were learnt, and now; None where none were, or where losses are weighed."""
+    if learnt is None or work.seams.loss or work.seams.on_batch:
+        return None
+    rows, then = learnt
+    return then, mean_loss(work.model, work.cut(rows), work.passes)
 
 
 def _lr(work: Work, step: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from afina.errors import counted
-from afina.train import durable
+from afina.train import durable, ways
 
 FILE = "result.json"
 
@@ -72,11 +72,19 @@ def read(folder: Path) -> Run | None:
         return None
 
 
-def told(run: Run) -> str:
-    """What whoever resumes a finished run reads."""
+def told(run: Run, total_steps: int) -> str:
+    """What whoever resumes a finished run reads.
+
+    Args:
+        run: with its result.
+        total_steps: that it was to make; fewer are done where its scores stopped improving.
+    """
+    early = run.steps < total_steps
+    why = ": the scores stopped improving" if early else ""
+    flags = "--set train.early_stopping=null" if early else "--steps N"
     return (
-        f"this run is finished ({counted(run.steps, 'step')}), and nothing was changed; to train on: "
-        f"afina train --resume --allow-changes --steps N -o {run.folder}"
+        f"this run is finished ({counted(run.steps, 'step')}{why}), and nothing was changed; to train on: "
+        f"{ways.resume(run.folder, allow_changes=True, flags=flags)}"
     )
 
 

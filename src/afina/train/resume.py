@@ -9,11 +9,15 @@ from pathlib import Path
 
 import torch
 
+from afina.adapters import files
+from afina.config import TrainSettings
 from afina.errors import RunError
-from afina.train import checkpoint, manifest, metrics, record, result, state
+from afina.train import checkpoint, manifest, metrics, plan, record, result, state, ways
 from afina.train.report import Reporter
 from afina.train.result import Run
 from afina.train.state import Difference, State
+from afina.tree import Edit
+from afina.types import Row
 
 LENGTH = ("train.steps", "train.epochs")
 SCORING = (state.VAL_ROWS, "train.best")
@@ -37,7 +41,7 @@ class Origin:
         return self.state.machine.threads if self.state.machine else None
 
 
-def origin(out: Path, wanted: str | None) -> Origin | None:
+def origin(out: Path, wanted: str | int | None) -> Origin | None:
     """Where the run in `out` goes on from; None when it was stopped before anything was decided.
 
     Raises:
@@ -67,7 +71,7 @@ def _refuse_emptied(out: Path, begun: State) -> None:
         raise RunError(
             "the checkpoints of this run are gone, and nothing was changed",
             got=f"{out}: figures of {done} steps, and no checkpoint",
-            cure="put the folder checkpoints back, or begin anew with --overwrite",
+            cure=f"put the folder checkpoints back, or begin anew: {ways.OVERWRITE}",
         )
 
 
@@ -83,32 +87,71 @@ def threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare(then: State, now: State, *, allow: bool, say: Reporter) -> list[Difference]:
-    """What makes the rest of a run another one; said aloud when it is allowed.
+def compare(then: State, now: State, *, allow: bool) -> list[Difference]:
+    """What makes the rest of a run another one.
 
     Raises:
-        RunError: when something does and `allow` is false.
+        RunError: when something does and `allow` is false, or the weights are of other techniques.
     """
     found = state.differences(then, now)
+    other = [difference for difference in found if difference.name == state.TECHNIQUES]
+    if other:
+        raise RunError(
+            "this run cannot be resumed: what trains is not what trained",
+            got=other[0],
+            cure=f"resume with {other[0].then} (without --technique it is as it was), or start a new run",
+        )
     if found and not allow:
         raise RunError(
             "this run cannot be resumed exactly: it was started otherwise",
             got="\n          ".join(map(str, found)),
             cure="resume with the data and settings of its config.yaml, or start a new run, or go on "
-            "with what differs: --allow-changes",
+            f"with what differs: {ways.ALLOW_CHANGES}",
         )
-    for difference in found:
+    return found
+
+
+def refuse_unfit(folder: Path | None, edit: Edit, changes: Sequence[Difference]) -> None:
+    """Raises when the weights of a checkpoint have no place under the settings of now, whatever is allowed.
+
+    Args:
+        folder: of the checkpoint; None where there is none yet.
+        edit: what trains now.
+        changes: what differs.
+
+    Raises:
+        RunError: naming the settings that differ.
+    """
+    if folder is None or not edit.deltas:
+        return
+    then = {name: tuple(t.shape) for name, t in files.read_tensors(folder / "adapter").items()}
+    now = {name: tuple(t.shape) for name, t in files.peft_tensors(edit).items()}
+    if then == now:
+        return
+    settings = [one for one in changes if one.name.startswith("techniques.")] or changes
+    name = next(n for n in sorted({*then, *now}) if then.get(n) != now.get(n))
+    raise RunError(
+        "this run cannot go on with other settings of this kind: its weights would have no place",
+        got="\n          ".join(map(str, settings)),
+        wanted=f"the weights that were saved, such as {name} {then.get(name, 'not there')}; now it is "
+        f"{now.get(name, 'not there')}",
+        cure="resume with these as they were, or start a new run with them",
+    )
+
+
+def tell(then: State, now: State, changes: Sequence[Difference], say: Reporter) -> None:
+    """Says how the rest of a run differs from what it would have been."""
+    for difference in changes:
         say.say(f"warning: resumed with a change, {difference}")
     for difference in state.harmless(then, now):
         say.say(f"resumed with {difference}; nothing that is learnt changes with it")
     for difference in state.roundings(then, now):
         say.say(f"warning: {difference}: the last bits of the weights may differ")
-    if any(difference.name in LENGTH for difference in found):
+    if any(difference.name in LENGTH for difference in changes) and now.total_steps > then.step:
         say.say(
             f"the schedule of the learning rate is laid over {now.total_steps} steps now, and goes on "
             f"at step {then.step + 1} of it"
         )
-    return found
 
 
 def finished(out: Path, then: State, now: State, changes: Sequence[Difference]) -> Run | None:
@@ -116,7 +159,31 @@ def finished(out: Path, then: State, now: State, changes: Sequence[Difference]) 
     done = result.read(out)
     if done is None or done.steps != then.step or not done.weights.is_dir():
         return None
-    return done if now.total_steps <= then.step or not changes else None
+    nothing = now.total_steps <= then.step or _is_spent(then, now, changes) or not changes
+    return done if nothing else None
+
+
+def _is_spent(then: State, now: State, changes: Sequence[Difference]) -> bool:
+    """Whether the scores had stopped improving, and what is asked for now does not wait longer."""
+    patience = now.settings.get("train.early_stopping")
+    return patience is not None and then.since_best >= patience and not _is_rescored(changes)
+
+
+def _is_rescored(changes: Sequence[Difference]) -> bool:
+    """Whether the scores so far are of something else than those to come."""
+    names = {difference.name for difference in changes}
+    return any(name in SCORING or name.startswith("eval.") for name in names)
+
+
+def learnt(
+    out: Path, settings: TrainSettings, rows: Sequence[Row], step: int
+) -> tuple[Sequence[Row], float] | None:
+    """The rows of the newest step and the loss that they had then; None when it moved nothing, or had other rows."""
+    line = next((x for x in metrics.read_metrics(out) if x["step"] == step), None)
+    if not step or line is None or line.get("loss") is None:
+        return None
+    window = next(plan.windows_from(settings, rows, step - 1))
+    return (window, line["loss"]) if [row.id for row in window] == line.get("rows") else None
 
 
 def going_on(
@@ -124,9 +191,7 @@ def going_on(
 ) -> State:
     """The state of the rest of a run: what was reached, under the settings of now."""
     merged = replace(then, total_steps=now.total_steps, machine=now.machine, settings=now.settings)
-    names = {difference.name for difference in changes}
-    rescored = any(name in SCORING or name.startswith("eval.") for name in names)
-    if rescored:
+    if _is_rescored(changes):
         why = "the scores so far are of something else"
     elif then.best_step is None or not manifest.damage(checkpoint.folder_of(out, then.best_step)):
         return merged

@@ -8,6 +8,7 @@ from typing import Any
 
 from afina.config import TrainSettings
 from afina.errors import RunError, sized
+from afina.train import ways
 from afina.tree import Edit
 
 STATES = {"sgd": 0, "adagrad": 1, "asgd": 1, "rmsprop": 1, "rprop": 2, "adafactor": 1}
@@ -52,13 +53,26 @@ def checkpoints_at_once(settings: TrainSettings, total_steps: int, validates: bo
     return min(kept + 1, saves) + best
 
 
-def refuse_too_little(out: Path, needed: int, one: int) -> None:
+def way_out(settings: TrainSettings, total_steps: int, validates: bool) -> str:
+    """What makes a run take less room; only what would, with these settings."""
+    now = checkpoints_at_once(settings, total_steps, validates)
+    ways_out = ["make room", "name a folder on another disk"]
+    for name, value in (("keep_last", 1), ("save_every", None)):
+        less = settings.model_copy(update={name: value})
+        if checkpoints_at_once(less, total_steps, validates) < now:
+            ways_out.append(f"keep fewer: {ways.setting(name, value)}")
+            break
+    return ", or ".join(ways_out)
+
+
+def refuse_too_little(out: Path, needed: int, one: int, cure: str) -> None:
     """Raises when the run's folder, with what it holds already, cannot take `needed` bytes.
 
     Args:
         out: the run's folder, there or not.
         needed: bytes of all that will be there at once.
         one: bytes of one checkpoint, for the message.
+        cure: what makes it less, as `way_out`.
 
     Raises:
         RunError: saying how much is free, how much is needed, and what makes it less.
@@ -71,5 +85,5 @@ def refuse_too_little(out: Path, needed: int, one: int) -> None:
             "the disk has too little room for this run's checkpoints",
             got=f"{sized(free)} free in {out}",
             wanted=f"about {sized(needed - held)} (one checkpoint takes {sized(one)})",
-            cure="make room, name a folder on another disk, or keep fewer: --set train.keep_last=1",
+            cure=cure,
         )
