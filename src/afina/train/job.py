@@ -18,6 +18,7 @@ from afina.data.settings import DataSettings
 from afina.errors import counted
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
+from afina.ops import attention
 from afina.train import (
     checkpoint,
     durable,
@@ -309,6 +310,9 @@ class Job:
                 f"rows that begin alike share their beginning: {passes.tokens(step) / every:.0%} of the "
                 "tokens of a step are computed"
             )
+        if passes.packed:
+            dtype = next(self.model.parameters()).dtype
+            say.say(f"attention by {attention.backend(passes.device, dtype)}")
         if passes.head is None:
             say.say("all logits of a micro-batch are made: the head is not a plain linear")
         return passes
