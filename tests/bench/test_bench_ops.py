@@ -38,7 +38,8 @@ def test_every_way_of_a_row_has_the_same_gradient() -> None:
     found = {name: of(way) for name, way in ops.attention_ways(lengths, torch.float64).items()}
     parts = [found["sdpa"][row, :, :length] for row, length in enumerate(lengths)]
     torch.testing.assert_close(found["afina"][0], torch.cat(parts, dim=1))
-    torch.testing.assert_close(found["eager"], found["sdpa"], rtol=1e-6, atol=1e-8)
+    # Eager softmax is in fp32 whatever the tensors are.
+    torch.testing.assert_close(found["eager"], found["sdpa"], rtol=1e-4, atol=2e-6)
     losses = [of(ops.loss_way(name, 5, torch.float64)) for name in ("afina", "logits")]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-8)
 
