@@ -19,14 +19,15 @@ from afina.data.formats import recognise, rename
 from afina.data.report import DataReport
 from afina.data.sources import read
 from afina.errors import AfinaError, ModelError
+from afina.problems import name_of
 from afina.reports import data as data_points
 from afina.reports import packed, space, steps
 from afina.reports import settings as settings_points
 from afina.reports.checked import Checked
 from afina.reports.idle import idle
 from afina.reports.trial import Trial
-from afina.train.fit import refuse_rows, refuse_unfit
-from afina.train.options import RunOptions
+from afina.train.fit import refuse_kinds, refuse_rows, refuse_unfit
+from afina.train.options import RunOptions, options_of
 from afina.train.preflight import Finding, cheap, of_error, skipped, subject_of
 from afina.train.rows import are_rows, read_rows
 from afina.train.run import overruled
@@ -71,13 +72,13 @@ def check(
         The findings. What does not fit is one of them, and not raised.
 
     Raises:
-        ConfigError: for an override that is no setting, or out of range.
+        ConfigError: for an override that is no setting, or out of range, or an argument of another kind.
+        ModelError, TechniqueError: for no model, or no edit.
     """
-    place = None if out is None else Path(out)
-    settings = overruled(settings or TrainSettings(), overrides)
-    return Case(model, tokenizer, edit, settings, options or RunOptions(), place, quick).look(
-        data, val
-    )
+    settings, options = overruled(settings, overrides), options_of(options)
+    refuse_kinds(model, tokenizer, edit)
+    place = None if out is None else Path(name_of(out, "the run's folder", "a folder, or None"))
+    return Case(model, tokenizer, edit, settings, options, place, quick).look(data, val)
 
 
 @dataclass
