@@ -393,6 +393,7 @@ def test_unusual_rates(lr: float, keys: list[str], optimizer: str, status: str) 
         (400, 50, 2, "ok", "10 passes"),
         (401, 51, 2, "warning", "by heart"),
         (8, 1, 1, "note", "32 rows never seen"),
+        (39, 1, 1, "note", "1 row never seen"),
         (40, 5, 5, "warning", "the learning rate never falls"),
     ],
 )

@@ -108,7 +108,8 @@ class Job:
         for line in (line for report in reports for line in report.lines()):
             say.say(line)
         if val is None and val_rows:
-            say.say(f"held out for validation, by content: {len(val_rows)} rows; {len(rows)} train")
+            held = counted(len(val_rows), "row")
+            say.say(f"held out for validation, by content: {held}; {len(rows)} to train on")
         refuse_rows(rows, val_rows)
         refuse_idle_settings(self.settings, bool(val_rows), self.options.scores(val_rows))
         sources, formats = [data] if val is None else [data, val], [one.format for one in reports]
