@@ -13,7 +13,7 @@ from torch import nn
 from afina.adapters.fingerprint import base_fingerprint
 from afina.config import Resolved, TrainSettings
 from afina.data.idle import refuse_idle_data
-from afina.data.report import DataReport, fingerprint
+from afina.data.report import fingerprint
 from afina.data.settings import DataSettings
 from afina.errors import counted
 from afina.models.forward import packing
@@ -37,6 +37,7 @@ from afina.train.loop import Work, loop
 from afina.train.metrics import last_tenth_loss, scores_of
 from afina.train.options import RunOptions
 from afina.train.passes import Passes, passes_of, unshared
+from afina.train.record import Given
 from afina.train.report import Reporter, reporter
 from afina.train.result import Run
 from afina.train.resume import Origin
@@ -57,34 +58,6 @@ from afina.train.state import (
 )
 from afina.tree import Edit
 from afina.types import Row
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a run works on, once the data is read.
-
-    Attributes:
-        rows: for training.
-        val_rows: for validation.
-        reports: of how they came about.
-        resolved: the configuration, for config.yaml.
-        fingerprint: of the training rows.
-    """
-
-    rows: list[Row]
-    val_rows: list[Row]
-    reports: Sequence[DataReport]
-    resolved: Resolved[Any]
-    fingerprint: str
-
-    def in_words(self) -> dict[str, Any]:
-        """For the adapter's card."""
-        return {
-            "source": Path(self.resolved.config.source).name,
-            "rows": len(self.rows),
-            "fingerprint": self.fingerprint,
-            "validation_rows": len(self.val_rows),
-        }
 
 
 @dataclass
@@ -155,8 +128,7 @@ class Job:
             if start is None:
                 if options.goes_on:
                     say.say("the run was stopped before its first step, and begins now")
-                counts = {"train": len(given.rows), "validation": len(given.val_rows)}
-                record.write(self.out, given.resolved, given.reports, counts, self._machine())
+                record.write(self.out, given, self._machine())
                 return self._train(given, now, (), say)
             changes = resume.compare(start.state, now, allow=options.allow_changes)
             done = resume.finished(self.out, start.state, now, changes)
@@ -240,7 +212,7 @@ class Job:
             self.model.train()
             try:
                 passes = self._passes(rows, say)
-                state, cut = self._cutter(rows, state, passes, say)
+                state, cut = self._cut(rows, state, passes, say)
                 if changes or not state.step:
                     record.write_start(self.out, state)
                 work = Work(
@@ -308,22 +280,18 @@ class Job:
         config = getattr(self.model, "config", None)
         return self.options.base or str(getattr(config, "_name_or_path", "") or "unknown")
 
-    def _cutter(
+    def _cut(
         self, rows: Sequence[Row], state: State, passes: Passes, say: Reporter
     ) -> tuple[State, Callable[[Sequence[Row]], list[list[Row]]]]:
-        """How a step is cut into micro-batches: as set, as decided before, or found by trial."""
-        auto = "auto" in (self.settings.micro_rows, self.settings.micro_tokens)
-        if auto and state.micro_tokens is None:
-            longest = max(rows, key=lambda row: len(row.tokens))
-            sample = [longest, *next(plan.windows_from(self.settings, rows))]
-            tokens, why = micro.find_tokens(
-                sample, lambda part: passes.trial(part, self.edit), passes
-            )
+        """What cuts a step into micro-batches, and the state that remembers how large they are."""
+        tokens = state.micro_tokens
+        if not micro.is_found(self.settings):
+            tokens = None
+        elif tokens is None:
+            step = next(plan.windows_from(self.settings, rows))
+            tokens, why = micro.find(rows, step, passes, self.edit)
             say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
-            state = replace(state, micro_tokens=tokens)
-        elif not auto:
-            state = replace(state, micro_tokens=None)
-        return state, micro.cutter(self.settings, state.micro_tokens, passes)
+        return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, passes)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
