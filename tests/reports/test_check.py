@@ -435,6 +435,17 @@ def test_a_folder_that_cannot_be_written_is_told(
     assert space.output(None, resume=False, overwrite=False).status == "skipped"
 
 
+def test_a_folder_that_holds_what_the_run_is_made_from_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    reads = {"the model": tmp_path / "run"}
+    finding = space.output(tmp_path / "run", resume=False, overwrite=False, reads=reads)
+    assert finding.status == "error"
+    assert "the model lies in the folder of the run" in finding.seen
+    assert (
+        space.output(tmp_path / "other", resume=False, overwrite=False, reads=reads).status == "ok"
+    )
+
+
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_asked(tmp_path: Path) -> None:
     assert space.existing(tmp_path / "a" / "b") == tmp_path
     finding = space.disk(

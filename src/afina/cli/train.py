@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from afina.cli.starting import is_finished, scoring, start_from
+from afina.cli.starting import is_finished, scoring, sources_of, start_from
 
 EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
@@ -119,13 +119,7 @@ def command(
     way = {"resume": resume, "overwrite": overwrite}
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
     start = {"source": init_from, "allow_partial": allow_partial}
-    reads = {
-        "the model": resolved.config.model,
-        "the training data": resolved.config.source,
-        "the validation data": resolved.config.val,
-        "the adapter to start from": init_from,
-        "the configuration": config,
-    }
+    reads = sources_of(resolved.config, config, init_from)
     _run(resolved, out, hub, start=start, way=way, changing=changing, reads={} if resume else reads)
 
 

@@ -30,7 +30,7 @@ from afina.train.fit import refuse_kinds, refuse_rows, refuse_unfit
 from afina.train.options import RunOptions, options_of
 from afina.train.preflight import Finding, cheap, of_error, skipped, subject_of
 from afina.train.rows import are_rows, read_rows
-from afina.train.run import overruled
+from afina.train.run import overruled, sources_of
 from afina.tree import Edit
 from afina.types import Row
 
@@ -78,7 +78,9 @@ def check(
     settings, options = overruled(settings, overrides), options_of(options)
     refuse_kinds(model, tokenizer, edit)
     place = None if out is None else Path(name_of(out, "the run's folder", "a folder, or None"))
-    return Case(model, tokenizer, edit, settings, options, place, quick).look(data, val)
+    reads = sources_of(model, tokenizer, options, data, val)
+    case = Case(model, tokenizer, edit, settings, options, place, quick, reads=reads)
+    return case.look(data, val)
 
 
 @dataclass
@@ -94,6 +96,7 @@ class Case:
         quick: leave out what runs the model.
         failed: point ("model", "technique") -> its error.
         disposable: nobody uses the model afterwards.
+        reads: what the run is made from, as `afina.train.folder.refuse_inside` takes it.
     """
 
     model: Any
@@ -105,6 +108,7 @@ class Case:
     quick: bool = False
     failed: dict[str, AfinaError] = field(default_factory=dict[str, AfinaError])
     disposable: bool = False
+    reads: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def look(self, data: Any, val: Any) -> Checked:
         """Every point, in the order in which a run meets them."""
@@ -167,7 +171,8 @@ class Case:
 
     def _output(self) -> list[Finding]:
         options = self.options
-        return [space.output(self.out, resume=options.goes_on, overwrite=options.overwrite)]
+        way = {"resume": options.goes_on, "overwrite": options.overwrite}
+        return [space.output(self.out, **way, reads=self.reads)]
 
     def _read(
         self, data: Any, val: Any

@@ -53,14 +53,21 @@ def train(
     place = Path(name_of(out, "the run's folder", "a folder, such as 'runs/first'"))
     folder.refuse_used(place, resume=options.goes_on, overwrite=options.overwrite)
     if not options.goes_on:
-        loaded = getattr(getattr(model, "config", None), "_name_or_path", None)
-        read = {
-            "the model": options.base,
-            "the tokenizer": getattr(tokenizer, "name_or_path", None),
-        }
-        read |= {"the training data": data, "the validation data": val, "the loaded model": loaded}
-        folder.refuse_inside(place, read)
+        folder.refuse_inside(place, sources_of(model, tokenizer, options, data, val))
     return Job(model, tokenizer, edit, place, settings, options).run(data, val)
+
+
+def sources_of(
+    model: nn.Module, tokenizer: Any, options: RunOptions, data: Any, val: Any
+) -> dict[str, object]:
+    """What a run is made from, as `folder.refuse_inside` takes it."""
+    return {
+        "the model": options.base,
+        "the tokenizer": getattr(tokenizer, "name_or_path", None),
+        "the training data": data,
+        "the validation data": val,
+        "the loaded model": getattr(getattr(model, "config", None), "_name_or_path", None),
+    }
 
 
 def overruled(settings: TrainSettings | None, overrides: Mapping[str, Any]) -> TrainSettings:
