@@ -42,6 +42,22 @@ CALLS: dict[str, tuple[Call, str]] = {
     "apply a word": (lambda m, t: afina.apply(m, "lora"), "not a list of techniques"),
     "apply one": (lambda m, t: afina.apply(m, afina.LoRA()), "not a list of techniques"),
     "apply a class": (lambda m, t: afina.apply(m, [afina.LoRA]), "not a list of techniques"),
+    "apply with a word of a seed": (
+        lambda m, t: afina.apply(m, [afina.LoRA(rank=2)], seed="0"),
+        "a seed is a whole number",
+    ),
+    "evaluate with a number": (
+        lambda m, t: afina.evaluate(m, t, ROWS, generate=5),
+        "generate is to be called",
+    ),
+    "tell a number": (
+        lambda m, t: afina.evaluate(m, t, ROWS, on_progress=5),
+        "on_progress is to be called",
+    ),
+    "hand answers to a list": (
+        lambda m, t: afina.generate(m, t, ["a"], on_answers=[]),
+        "on_answers is to be called",
+    ),
     "an adapter of nothing": (lambda m, t: afina.load_adapter(m, None), "the adapter needs a name"),
     "an adapter of a number": (lambda m, t: afina.load_adapter(m, 5), "the adapter needs a name"),
     "an adapter onto nothing": (lambda m, t: afina.load_adapter(None, "x"), "this is no model"),

@@ -248,6 +248,21 @@ def of_kind(kind: type[T], given: T | None) -> T:
     return given
 
 
+def refuse_uncallable(**given: Any) -> None:
+    """Raises for a function, by the name of its argument, that is none; None is none asked for.
+
+    Raises:
+        ConfigError: see above.
+    """
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name} is to be called, and cannot be",
+                got=repr(function)[:80],
+                wanted="a function, or None",
+            )
+
+
 def name_of(given: Any, what: str, wanted: str) -> str:
     """The name of a file, a folder or a model, as a text.
 

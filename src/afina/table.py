@@ -6,10 +6,11 @@ Adding a technique is one file, one line here, one row in the battery and one pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from torch import nn
 
-from afina.errors import TechniqueError
+from afina.errors import ConfigError, TechniqueError
 from afina.seams import require_model
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
@@ -72,8 +73,11 @@ def apply(
     Raises:
         TechniqueError: when a technique does not fit the model; the model is then as it was.
         ModelError: for what is no model.
+        ConfigError: for a seed that is no whole number.
     """
     require_model(model)
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
+        raise ConfigError("a seed is a whole number", got=repr(seed)[:80], wanted="seed=0")
     with Edit(model, check(techniques)).whole() as edit:
         edit.on_undo(freeze(model))
         for technique in edit.techniques:

@@ -165,6 +165,34 @@ def test_what_is_not_finite_is_not_written(value: float, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_what_somebody_laid_into_the_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """The files that a save writes are replaced, a tokenizer that goes along no more is gone."""
+    if not links:
+
+        def refused(*_: object, **__: object) -> None:
+            raise OSError("no links here")
+
+        monkeypatch.setattr(os, "link", refused)
+    edit, folder = trained(), tmp_path / "adapter"
+    files.save(edit, folder, base="tiny", tokenizer=byte_tokenizer())
+    before = contents(folder)
+    (folder / "notes.txt").write_text("dear")
+    (folder / "deep/er").mkdir(parents=True)
+    (folder / "deep/er/letter.md").write_text("sir")
+    (folder / "link").symlink_to("notes.txt")
+    battery.train(edit.model, edit)
+    files.save(edit, folder, base="tiny")
+    assert {path.name for path in folder.iterdir()} == {*FILES, "notes.txt", "deep", "link"}
+    assert (folder / WEIGHTS).read_bytes() != before[WEIGHTS]
+    assert (folder / "notes.txt").read_text() == (folder / "link").read_text() == "dear"
+    assert (folder / "link").is_symlink()
+    assert (folder / "deep/er/letter.md").read_text() == "sir"
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
 def test_a_temporary_folder_that_a_killed_save_left_is_no_hindrance(tmp_path: Path) -> None:
     left = tmp_path / f".a.{os.getpid()}.tmp"
     left.mkdir()

@@ -291,7 +291,7 @@ def test_skipped_rows_are_counted_and_listed(
         file.write('{"prompt": "a"}\n')
     assert main([*SOUND, "--quick", "--strict", "--on-bad-row", "skip"]) == 1
     said = capsys.readouterr().out
-    assert "24 of 25 rows kept" in said
+    assert "24 of 25 rows kept, for validation 4 of 4\n" in said
     assert "rows.jsonl:25" in said
     assert "do: correct the rows that cannot be used\n" in said
     assert main([*SOUND, "--quick"]) == 2

@@ -135,7 +135,7 @@ def test_held_out_rows_are_accounted_for(place: Path, capsys: pytest.CaptureFixt
     assert main([*COMMON, "--steps", "1", "--set", "data.val_fraction=0.4"]) == 0
     account = json.loads((place / "run/data.json").read_text())["rows"]
     assert account["train"] + account["validation"] == 12
-    said = f"{account['validation']} rows; {account['train']} train"
+    said = f"{account['validation']} rows; {account['train']} to train on"
     assert said in capsys.readouterr().err
     twice = ["--val", "rows.jsonl", "--set", "data.val_fraction=0.4", "--overwrite"]
     assert main([*COMMON, *twice]) == 2

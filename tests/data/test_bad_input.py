@@ -201,6 +201,17 @@ def test_a_bad_row_is_named_and_can_be_skipped(name: str, tmp_path: Path) -> Non
     assert f"  skipped  {listed}" in found.report.lines()
 
 
+@pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_no_row_is_good_skipping_is_no_way_out(
+    policy: str, count: int, tmp_path: Path
+) -> None:
+    path = write(tmp_path, "a.jsonl", lines({"prompt": True, "completion": "b"}) * count)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: column 'prompt'") as caught:
+        prepared(path, on_bad_row=policy)
+    assert "on-bad-row" not in str(caught.value)
+
+
 def test_skipped_rows_of_a_table_are_counted_too(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", 'prompt,completion\na,b\n"c"x,d\ne\nf,g\nh\0,i\n')
     with pytest.raises(DataError, match=r"3 of 5 rows cannot be used") as caught:

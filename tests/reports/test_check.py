@@ -393,6 +393,7 @@ def test_unusual_rates(lr: float, keys: list[str], optimizer: str, status: str) 
         (400, 50, 2, "ok", "10 passes"),
         (401, 51, 2, "warning", "by heart"),
         (8, 1, 1, "note", "32 rows never seen"),
+        (39, 1, 1, "note", "1 row never seen"),
         (40, 5, 5, "warning", "the learning rate never falls"),
     ],
 )
@@ -432,6 +433,17 @@ def test_a_folder_that_cannot_be_written_is_told(
     assert finding.status == "error"
     assert finding.seen == f"nothing can be made in {tmp_path} (Read-only file system)"
     assert space.output(None, resume=False, overwrite=False).status == "skipped"
+
+
+def test_a_folder_that_holds_what_the_run_is_made_from_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    reads = {"the model": tmp_path / "run"}
+    finding = space.output(tmp_path / "run", resume=False, overwrite=False, reads=reads)
+    assert finding.status == "error"
+    assert "the model lies in the folder of the run" in finding.seen
+    assert (
+        space.output(tmp_path / "other", resume=False, overwrite=False, reads=reads).status == "ok"
+    )
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_asked(tmp_path: Path) -> None:

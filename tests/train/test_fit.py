@@ -11,6 +11,7 @@ import torch
 import afina
 from afina.config import TrainSettings
 from afina.errors import AfinaError, ConfigError, RunError
+from afina.reports.check import check
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
@@ -100,7 +101,7 @@ def test_a_run_is_refused_before_it_is_made(tmp_path: Path) -> None:
 def test_what_is_not_what_its_place_asks_for_is_told_as_that(
     tmp_path: Path, given: dict[str, Any], named: str
 ) -> None:
-    """From Python, where nothing reads the arguments before."""
+    """From Python, where nothing reads the arguments before; a check, which may do without a folder, asks the same."""
     model = tiny_llama()
     edit = apply(model, [LoRA(rank=2)])
     right: dict[str, Any] = {
@@ -111,10 +112,11 @@ def test_what_is_not_what_its_place_asks_for_is_told_as_that(
         "out": tmp_path / "run",
         "options": RunOptions(reporter=Silent()),
     }
-    with pytest.raises(AfinaError, match=named) as caught:
-        train(**{**right, **given})
-    assert caught.value.got is not None
-    assert caught.value.wanted is not None
+    for verb in (train, check)[: 1 if given == {"out": None} else 2]:
+        with pytest.raises(AfinaError, match=named) as caught:
+            verb(**{**right, **given})
+        assert caught.value.got is not None
+        assert caught.value.wanted is not None
     assert not (tmp_path / "run").exists()
 
 

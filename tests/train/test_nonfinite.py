@@ -254,7 +254,7 @@ def test_weights_that_were_ruined_push_no_good_ones_out(tmp_path: Path) -> None:
     single = {"model": tiny_llama(dtype=torch.float32)}
     with pytest.raises(RunError, match="step 2") as caught:
         run(tmp_path / "other", options={"seams": ruins(1)}, save_every=1, **single, **wild)
-    assert "nothing earlier is saved: begin anew with --lr 0.001 --overwrite" in str(
+    assert "nothing earlier is saved: begin anew with --lr 0.001 and --overwrite" in str(
         caught.value.cure
     )
 

@@ -295,7 +295,22 @@ def test_the_histogram_counts_every_row_once() -> None:
     bars = histogram([1, 1, 2, 9, 16])
     assert bars[0] == f" 1 to  2  {'█' * 40} 3"
     assert [int(bar.rsplit(" ", 1)[1]) for bar in bars] == [3, 0, 0, 0, 1, 0, 0, 1]
-    assert histogram([7, 7]) == (f"7 to 7  {'█' * 40} 2",)
+    assert histogram([7, 7, 8]) == (f"7  {'█' * 40} 2", f"8  {'█' * 20} 1")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (labels([Row((1, 2), (False, True), 0)], []), "1 of 2 tokens is trained (50 %)"),
+        (labels([Row((1, 2, 3), (False, True, True), 0)], []), "2 of 3 tokens are trained"),
+        (labels([Row((1,), (False,), 0)], []), "not one of 1 token would be trained"),
+        (lengths(of_lengths(1), [], None, TrainSettings()), "1 token in every row"),
+        (lengths(of_lengths(2, 2), [], 9, TrainSettings()), "2 tokens in every row; the model reads 9"),
+        (lengths(of_lengths(1, 2), [], None, TrainSettings()), "1 to 2 tokens a row, 2 on average"),
+    ],
+)  # fmt: skip
+def test_one_is_not_spoken_of_as_several(found: Any, said: str) -> None:
+    assert found.seen.startswith(said)
 
 
 # --- twice -------------------------------------------------------------------------------------------------------

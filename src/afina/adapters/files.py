@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from afina.adapters.card import Record, card, dumps, record_of
 from afina.adapters.contents import peft_config, peft_tensors
 from afina.adapters.fitting import SHOWN, Fitted, fit
-from afina.adapters.layout import CARD, CONFIG, RECORD, WEIGHTS, read_tensors, refuse_unusable
+from afina.adapters.layout import (
+    CARD,
+    CONFIG,
+    RECORD,
+    TEMPLATES,
+    TOKENIZER,
+    WEIGHTS,
+    read_tensors,
+    refuse_unusable,
+)
 from afina.adapters.replace import replace_folder
 from afina.errors import AdapterError, AfinaError, counted
 from afina.places import local
@@ -45,7 +54,7 @@ def save(
 
     Args:
         edit: of a model that LoRA changed.
-        folder: is replaced if it is an adapter already.
+        folder: of an adapter that is there already every file is replaced; others in it stay.
         base: name or folder of the base model, for whoever loads the adapter.
         tokenizer: saved beside it, with its chat template.
         record: data, settings and scores, for `afina.json` and the model card.
@@ -88,10 +97,31 @@ def save(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _compare(temporary, tensors, texts)
+        _take_along(folder, temporary)
         replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def _take_along(folder: Path, temporary: Path) -> None:
+    """Puts what somebody else laid into an adapter's folder into the one that takes its place."""
+    own = {CONFIG, WEIGHTS, RECORD, CARD, TEMPLATES, *TOKENIZER}
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name in own:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, temporary / path.name, symlinks=True, copy_function=_linked)
+        else:
+            _linked(path, temporary / path.name)
+
+
+def _linked(source: str | Path, target: str | Path) -> None:
+    """The same file under another name where the disk can do that, which costs no room; else a copy."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _refuse_state(edit: Edit) -> None:

@@ -29,6 +29,16 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 RECORD = "afina.json"
 CARD = "README.md"
+TOKENIZER = frozenset({
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "chat_template.jinja", "chat_template.json",
+})  # fmt: skip
+"""Files of a tokenizer; they are taken from one place, so that no part of another one stays."""
+
+TEMPLATES = "additional_chat_templates"
+"""The folder in which a tokenizer keeps its chat templates that have names."""
+
 PREFIX = "base_model.model."
 """What stands before every name in the tensors' file."""
 

@@ -13,18 +13,12 @@ import torch
 
 from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.fitting import fit
+from afina.adapters.layout import TEMPLATES, TOKENIZER
 from afina.adapters.merge_plan import changes, locate, make_plan, reader
 from afina.adapters.merge_shards import INDEX, Wanted, read_shards, write_index, write_shard
 from afina.errors import AdapterError, ModelError, sized
 from afina.models import hub
 from afina.tree.fold import tied_groups
-
-TOKENIZER = frozenset({
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "chat_template.jinja", "chat_template.json",
-})  # fmt: skip
-"""Files of a tokenizer; they are taken from one place, so that no part of another one stays."""
 
 KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 """What goes with a model beside its weights. Code is never copied."""
@@ -178,7 +172,7 @@ def copy_beside(base: Path, out: Path, tokenizer: Path) -> None:
                 and (file.name in TOKENIZER) == of_tokenizer
             ):
                 shutil.copyfile(file, out / file.name)
-    templates = tokenizer / "additional_chat_templates"
+    templates = tokenizer / TEMPLATES
     if templates.is_dir():
         shutil.copytree(templates, out / templates.name, dirs_exist_ok=True)
 

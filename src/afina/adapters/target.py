@@ -87,7 +87,8 @@ def _of_run(folder: Path) -> Target:
             "the run has no adapter yet",
             got=folder,
             wanted=f"{adapter}/adapter_config.json",
-            cure=f"let it train to its end: afina train --resume -o {folder}",
+            cure=f"let it train to its end: afina train --resume -o {folder} (in Python "
+            "RunOptions(resume=True))",
         )
     return Target(located(base, folder), adapter, folder, settings.get("revision"))
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli import train as train_verb
-from afina.cli.starting import scoring, start_from
+from afina.cli.starting import scoring, sources_of, start_from
 from afina.errors import AfinaError, ConfigError
 from afina.places import exists, local
 
@@ -127,6 +127,7 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
         overwrite=given["overwrite"],
     )
     case = Case(None, None, None, settings.train, options, given["out"], quick, disposable=True)
+    case.reads = sources_of(settings, given["config"], given["init_from"])
     # An adapter to start from needs the weights that it was trained on.
     ways = [outline] if quick and given["init_from"] is None else [load, outline]
     try:

@@ -87,3 +87,14 @@ def scoring(settings: Any, tokenizer: Any) -> dict[str, Any]:
         return measured(rows, settings.eval, tokenizer)
 
     return {"evaluate": score, "measured": names}
+
+
+def sources_of(settings: Any, config: Path | None, init_from: Path | None) -> dict[str, object]:
+    """What a run is made from, as `afina.train.folder.refuse_inside` takes it."""
+    return {
+        "the model": settings.model,
+        "the training data": settings.source,
+        "the validation data": settings.val,
+        "the adapter to start from": init_from,
+        "the configuration": config,
+    }

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from afina.cli.starting import is_finished, scoring, start_from
+from afina.cli.starting import is_finished, scoring, sources_of, start_from
 
 EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
@@ -119,13 +119,7 @@ def command(
     way = {"resume": resume, "overwrite": overwrite}
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
     start = {"source": init_from, "allow_partial": allow_partial}
-    reads = {
-        "the model": resolved.config.model,
-        "the training data": resolved.config.source,
-        "the validation data": resolved.config.val,
-        "the adapter to start from": init_from,
-        "the configuration": config,
-    }
+    reads = sources_of(resolved.config, config, init_from)
     _run(resolved, out, hub, start=start, way=way, changing=changing, reads={} if resume else reads)
 
 
@@ -214,9 +208,8 @@ def _run(
     reads: Mapping[str, Any],
 ) -> None:
     """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
-    from afina.models.hub import load
     from afina.models.precision import choose
-    from afina.table import apply, check
+    from afina.table import check
     from afina.train import folder, result
     from afina.train.options import RunOptions
     from afina.train.report import reporter
@@ -230,18 +223,7 @@ def _run(
     folder.refuse_busy(out)
     say = reporter()
     say.say(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
-    model, tokenizer = load(
-        settings.model,
-        dtype=settings.train.dtype,
-        device=settings.train.device,
-        revision=settings.revision,
-        **hub,
-    )
-    if start["source"] is None:
-        # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it.
-        edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
-    else:
-        edit, resolved = start_from(model, resolved, **start)
+    model, tokenizer, edit, resolved = _started(resolved, hub, start)
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
@@ -265,6 +247,28 @@ def _run(
     if run != before:  # of a run that was finished before, all is said
         for line in _told(run):
             say.say(line)
+
+
+def _started(
+    resolved: Any, hub: dict[str, Any], start: dict[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """The model, its tokenizer, what was changed in it, and the configuration that says so."""
+    from afina.models.hub import load
+    from afina.table import apply
+
+    settings = resolved.config
+    model, tokenizer = load(
+        settings.model,
+        dtype=settings.train.dtype,
+        device=settings.train.device,
+        revision=settings.revision,
+        **hub,
+    )
+    if start["source"] is None:
+        # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it.
+        edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
+        return model, tokenizer, edit, resolved
+    return model, tokenizer, *start_from(model, resolved, **start)
 
 
 def _told(run: Any) -> list[str]:

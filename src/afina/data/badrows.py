@@ -66,11 +66,12 @@ class BadRows:
         Args:
             source: the name of what was read.
             of: rows read.
-            offer: another way out than correcting them; None where there is none.
+            offer: another way out than correcting them, where some rows are good; None where there is none.
 
         Raises:
             DataError: the one fault; or the first of each kind, with how many rows have it.
         """
+        offer = offer if len(self.found) < of else None
         if len(self.found) == 1:
             error = self.shown[0]
             cure = "; or ".join(way for way in (error.cure, offer) if way) or None

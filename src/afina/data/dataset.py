@@ -107,10 +107,8 @@ def _examples(found: Read, settings: DataSettings, bad: BadRows) -> tuple[Format
 
 def _refuse(bad: BadRows, found: Read, settings: DataSettings, *, left: int) -> None:
     """Raises the bad rows where that is the policy, or where no other is left."""
-    if settings.on_bad_row == "error":
+    if settings.on_bad_row == "error" or not left:
         bad.refuse(found.name, found.total)
-    elif not left:
-        bad.refuse(found.name, found.total, offer=None)
 
 
 def _readable(tokenizer: Any, max_tokens: int | None) -> int | None:

@@ -25,6 +25,7 @@ from afina.models.answerable import refuse_unanswerable
 from afina.models.generate import Completion, evaluating
 from afina.models.generate import generate as answer_all
 from afina.models.prompts import check_pair
+from afina.problems import refuse_uncallable
 from afina.types import Row
 
 Progress = Callable[[str, int, int], None]
@@ -118,6 +119,7 @@ def evaluate(
         RunError: the model's outputs are not finite numbers.
     """
     settings, data = of_kind(EvalSettings, settings), of_kind(DataSettings, data)
+    refuse_uncallable(generate=generate, on_progress=on_progress)
     check_pair(model, tokenizer)
     refuse_system(settings)
     rows = rows_of(model, tokenizer, rows, data)[: settings.max_rows]

@@ -26,6 +26,7 @@ from afina.models.finite import Finite
 from afina.models.prompts import Prompt, check_pair, check_prompts, encode
 from afina.models.sampling import Draw
 from afina.models.stops import Stopper, cut, held, never, stop_ids
+from afina.problems import refuse_uncallable
 
 __all__ = ["Completion", "Prompt", "encode", "evaluating", "generate", "stop_ids", "stream"]
 
@@ -88,6 +89,7 @@ def generate(
         RunError: the model's logits are not finite; what was answered before is with `on_answers`.
     """
     settings = of_kind(GenerateSettings, settings)
+    refuse_uncallable(on_answers=on_answers, on_progress=on_progress)
     check_pair(model, tokenizer)
     check_generates(model)
     ids = [encode(tokenizer, one, system=settings.system) for one in check_prompts(prompts)]

@@ -106,7 +106,11 @@ def kinds() -> dict[str, type[torch.optim.Optimizer]]:
     """The optimisers of torch.optim that the loop can drive, by name in small letters."""
     found: dict[str, Any] = {n: getattr(torch.optim, n) for n in dir(torch.optim)}
     return {
-        n.lower(): kind for n, kind in found.items() if inspect.isclass(kind) and n not in UNUSABLE
+        name.lower(): kind
+        for name, kind in found.items()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and name not in UNUSABLE
     }
 
 

@@ -19,17 +19,18 @@ from afina.data.formats import recognise, rename
 from afina.data.report import DataReport
 from afina.data.sources import read
 from afina.errors import AfinaError, ModelError
+from afina.problems import name_of
 from afina.reports import data as data_points
 from afina.reports import packed, space, steps
 from afina.reports import settings as settings_points
 from afina.reports.checked import Checked
 from afina.reports.idle import idle
 from afina.reports.trial import Trial
-from afina.train.fit import refuse_rows, refuse_unfit
-from afina.train.options import RunOptions
+from afina.train.fit import refuse_kinds, refuse_rows, refuse_unfit
+from afina.train.options import RunOptions, options_of
 from afina.train.preflight import Finding, cheap, of_error, skipped, subject_of
 from afina.train.rows import are_rows, read_rows
-from afina.train.run import overruled
+from afina.train.run import overruled, sources_of
 from afina.tree import Edit
 from afina.types import Row
 
@@ -71,13 +72,15 @@ def check(
         The findings. What does not fit is one of them, and not raised.
 
     Raises:
-        ConfigError: for an override that is no setting, or out of range.
+        ConfigError: for an override that is no setting, or out of range, or an argument of another kind.
+        ModelError, TechniqueError: for no model, or no edit.
     """
-    place = None if out is None else Path(out)
-    settings = overruled(settings or TrainSettings(), overrides)
-    return Case(model, tokenizer, edit, settings, options or RunOptions(), place, quick).look(
-        data, val
-    )
+    settings, options = overruled(settings, overrides), options_of(options)
+    refuse_kinds(model, tokenizer, edit)
+    place = None if out is None else Path(name_of(out, "the run's folder", "a folder, or None"))
+    reads = sources_of(model, tokenizer, options, data, val)
+    case = Case(model, tokenizer, edit, settings, options, place, quick, reads=reads)
+    return case.look(data, val)
 
 
 @dataclass
@@ -93,6 +96,7 @@ class Case:
         quick: leave out what runs the model.
         failed: point ("model", "technique") -> its error.
         disposable: nobody uses the model afterwards.
+        reads: what the run is made from, as `afina.train.folder.refuse_inside` takes it.
     """
 
     model: Any
@@ -104,6 +108,7 @@ class Case:
     quick: bool = False
     failed: dict[str, AfinaError] = field(default_factory=dict[str, AfinaError])
     disposable: bool = False
+    reads: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def look(self, data: Any, val: Any) -> Checked:
         """Every point, in the order in which a run meets them."""
@@ -166,7 +171,8 @@ class Case:
 
     def _output(self) -> list[Finding]:
         options = self.options
-        return [space.output(self.out, resume=options.goes_on, overwrite=options.overwrite)]
+        way = {"resume": options.goes_on, "overwrite": options.overwrite}
+        return [space.output(self.out, **way, reads=self.reads)]
 
     def _read(
         self, data: Any, val: Any

@@ -54,7 +54,7 @@ def fate_of(reports: Sequence[DataReport]) -> Finding:
     return Finding(
         "rows",
         "warning",
-        f"{said}; {counted(tokens, 'token')} lost",
+        said + (f"; {counted(tokens, 'token')} lost" if tokens else ""),
         _cure(reports),
         (*lost, *(line for one in reports for line in one.bad)),
         values,

@@ -104,7 +104,8 @@ def schedule(rows: Sequence[Row], seen: float, total_steps: int, warmup_steps: i
 def capacity(rows: Sequence[Row], trainable: int, techniques: Sequence[str]) -> Finding:
     """Trainable parameters beside the tokens to learn: an adapter holds about one token a parameter."""
     tokens = sum(row.trained_tokens for row in rows)
-    said = f"{trainable:,} trainable parameters for {tokens:,} trained tokens"
+    ending = "" if tokens == 1 else "s"
+    said = f"{trainable:,} trainable parameters for {tokens:,} trained token{ending}"
     values = {"trainable": trainable, "trained_tokens": tokens}
     if "lora" in techniques and tokens > trainable:
         return Finding(

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from afina.config import TrainSettings
 from afina.errors import AfinaError, counted, sized
 from afina.train import folder
 from afina.train.preflight import Finding, of_error, skipped
-from afina.train.space import checkpoint_bytes, checkpoints_at_once, weights_bytes
+from afina.train.space import checkpoint_bytes, checkpoints_at_once, way_out, weights_bytes
 from afina.tree import Edit
 
 
-def output(out: Path | None, *, resume: bool, overwrite: bool) -> Finding:
-    """Whether a run may have this folder."""
+def output(
+    out: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    reads: Mapping[str, object] | None = None,
+) -> Finding:
+    """Whether a run may have this folder, in which nothing of what it `reads` lies."""
     if out is None:
         return skipped("folder", "no folder was named")
     try:
         folder.refuse_used(out, resume=resume, overwrite=overwrite)
+        if not resume:
+            folder.refuse_inside(out, reads or {})
         # Found by making a file that has no name: rights alone do not tell (a read-only disk).
         with tempfile.TemporaryFile(dir=existing(out)):
             pass
@@ -70,7 +79,7 @@ def disk(
             "disk",
             "error",
             said,
-            "make room, name a folder on another disk, or keep fewer: --set train.keep_last=1",
+            way_out(settings, total_steps, validates),
             values=values,
         )
     return Finding("disk", "ok", said, values=values)

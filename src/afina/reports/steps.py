@@ -10,7 +10,7 @@ from itertools import islice
 
 import torch
 
-from afina.errors import AfinaError, lasting
+from afina.errors import AfinaError, counted, lasting
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.parallel.runtime import OneProcess
@@ -91,7 +91,8 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
     learnt = Finding(
         "first step",
         "ok",
-        f"{len(steps)} steps on the rows of the run: all {len(names)} trainable tensors get a gradient, "
+        f"{counted(len(steps), 'step')} on the rows of the run: {counted(len(names), 'trainable tensor')} with a "
+        "gradient each, "
         f"norm {norms[0]:.3g}; nothing of it is kept",
         values={
             "steps": len(steps),
@@ -110,7 +111,7 @@ def out_of_memory(name: str, trial: Trial) -> Finding:
         name,
         "error",
         f"the memory of {trial.device} does not hold one pass; the longest row ({place(longest)}) has "
-        f"{len(longest.tokens)} tokens",
+        f"{counted(len(longest.tokens), 'token')}",
         "set a lower train.micro_tokens or data.max_tokens, or train.dtype=bf16",
     )
 
@@ -140,7 +141,7 @@ def pace(trial: Trial, steps: Sequence[Step], why: str, spent_s: float) -> Findi
     memory = f"; peak so far {last.peak_bytes / 2**30:.2f} GiB" if last.peak_bytes else ""
     said = (
         f"about {each_s:.3g} s a step ({last.tokens / last.seconds:,.0f} tokens/s), so about {lasting(eta_s)} for "
-        f"{trial.total_steps} steps, evaluations not counted{memory}"
+        f"{counted(trial.total_steps, 'step')}, evaluations not counted{memory}"
     )
     values = {
         "seconds_per_step": each_s,

@@ -13,7 +13,7 @@ from torch import nn
 from afina.adapters.fingerprint import base_fingerprint
 from afina.config import Resolved, TrainSettings
 from afina.data.idle import refuse_idle_data
-from afina.data.report import DataReport, fingerprint
+from afina.data.report import fingerprint
 from afina.data.settings import DataSettings
 from afina.errors import counted
 from afina.models.blocks import Blocks
@@ -38,6 +38,7 @@ from afina.train.loop import Work, loop
 from afina.train.metrics import last_tenth_loss, scores_of
 from afina.train.options import RunOptions
 from afina.train.passes import Passes, passes_of, unshared
+from afina.train.record import Given
 from afina.train.report import Reporter, reporter
 from afina.train.result import Run
 from afina.train.resume import Origin
@@ -61,34 +62,6 @@ from afina.tree import Edit
 from afina.types import Row
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a run works on, once the data is read.
-
-    Attributes:
-        rows: for training.
-        val_rows: for validation.
-        reports: of how they came about.
-        resolved: the configuration, for config.yaml.
-        fingerprint: of the training rows.
-    """
-
-    rows: list[Row]
-    val_rows: list[Row]
-    reports: Sequence[DataReport]
-    resolved: Resolved[Any]
-    fingerprint: str
-
-    def in_words(self) -> dict[str, Any]:
-        """For the adapter's card."""
-        return {
-            "source": Path(self.resolved.config.source).name,
-            "rows": len(self.rows),
-            "fingerprint": self.fingerprint,
-            "validation_rows": len(self.val_rows),
-        }
-
-
 @dataclass
 class Job:
     """One call of `train`, in the order of a run."""
@@ -110,7 +83,8 @@ class Job:
         for line in (line for report in reports for line in report.lines()):
             say.say(line)
         if val is None and val_rows:
-            say.say(f"held out for validation, by content: {len(val_rows)} rows; {len(rows)} train")
+            held = counted(len(val_rows), "row")
+            say.say(f"held out for validation, by content: {held}; {len(rows)} to train on")
         refuse_rows(rows, val_rows)
         refuse_idle_settings(self.settings, bool(val_rows), self.options.scores(val_rows))
         sources, formats = [data] if val is None else [data, val], [one.format for one in reports]
@@ -157,8 +131,7 @@ class Job:
             if start is None:
                 if options.goes_on:
                     say.say("the run was stopped before its first step, and begins now")
-                counts = {"train": len(given.rows), "validation": len(given.val_rows)}
-                record.write(self.out, given.resolved, given.reports, counts, self._machine())
+                record.write(self.out, given, self._machine())
                 return self._train(given, now, (), say)
             changes = resume.compare(start.state, now, allow=options.allow_changes)
             done = resume.finished(self.out, start.state, now, changes)

@@ -142,7 +142,7 @@ class Keeper:
         lower = f"--lr {self.settings.lr / LOWER:g}"
         sound = [f for f in checkpoint.found(self.out) if checkpoint.step_of(f) < self.state.step]
         if not sound:
-            return f"{LINE}nothing earlier is saved: begin anew with {lower} {ways.OVERWRITE}"
+            return f"{LINE}nothing earlier is saved: begin anew with {lower} and {ways.OVERWRITE}"
         way = ways.resume(self.out, sound[-1].name, allow_changes=True, flags=lower)
         return f"{LINE}go on from the weights before it, more slowly: {way}"
 

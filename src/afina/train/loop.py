@@ -155,12 +155,7 @@ def loop(
         tensors = work.edit.trainable()
         whole = _reduce(work, tensors)
         norm = float(whole)
-        fault = None
-        if not math.isfinite(done.loss) or not math.isfinite(norm):
-            relapse = _relapse(work, learnt)
-            fault = fault_of(step + 1, done.loss, norm, done.parts, tensors, rows, relapse)
-            if work.settings.on_nan == "stop" or fault.ruined:
-                raise NotFiniteError(fault)
+        fault = _fault(work, step, done, norm, rows, learnt)
         moved = done.trained > 0 and fault is None
         lr = _lr(work, step)
         if moved:
@@ -183,6 +178,28 @@ def loop(
             moved,
             fault,
         )
+
+
+def _fault(
+    work: Work,
+    step: int,
+    done: Gradient,
+    norm: float,
+    rows: Sequence[Row],
+    learnt: tuple[Sequence[Row], float] | None,
+) -> Fault | None:
+    """Why a step is left out; None for a step whose loss and gradient are finite.
+
+    Raises:
+        NotFiniteError: it is not to be left out, or the next ones would be no better.
+    """
+    if math.isfinite(done.loss) and math.isfinite(norm):
+        return None
+    tensors, relapse = work.edit.trainable(), _relapse(work, learnt)
+    fault = fault_of(step + 1, done.loss, norm, done.parts, tensors, rows, relapse)
+    if work.settings.on_nan == "stop" or fault.ruined:
+        raise NotFiniteError(fault)
+    return fault
 
 
 def _relapse(work: Work, learnt: tuple[Sequence[Row], float] | None) -> tuple[float, float] | None:

@@ -9,6 +9,7 @@ import torch
 from afina.config import TrainSettings
 from afina.train.memory import free_bytes, peak_bytes, used_bytes
 from afina.train.passes import Passes
+from afina.tree import Edit
 from afina.types import Row
 
 MOST_TOKENS = 2048
@@ -17,11 +18,22 @@ SHARE_OF_FREE = 0.6
 """Share of the free memory that a chosen size may be predicted to take."""
 
 
+def is_found(settings: TrainSettings) -> bool:
+    """Whether the size of a micro-batch is found by trial."""
+    return "auto" in (settings.micro_rows, settings.micro_tokens)
+
+
+def find(rows: Sequence[Row], step: Sequence[Row], passes: Passes, edit: Edit) -> tuple[int, str]:
+    """The tokens of a micro-batch, found on a step with the longest of all rows added, and why; as `find_tokens`."""
+    longest = max(rows, key=lambda row: len(row.tokens))
+    return find_tokens([longest, *step], lambda part: passes.trial(part, edit), passes)
+
+
 def cutter(
     settings: TrainSettings, found: int | None, passes: Passes
 ) -> Callable[[Sequence[Row]], list[list[Row]]]:
     """What cuts the rows of a step, as set; `found` tokens each where the settings say auto."""
-    if "auto" in (settings.micro_rows, settings.micro_tokens):
+    if is_found(settings):
         return lambda rows: passes.cut(rows, rows_each=None, tokens_each=found)
     each = None if settings.micro_rows is None else int(settings.micro_rows)
     most = None if settings.micro_tokens is None else int(settings.micro_tokens)

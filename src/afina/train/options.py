@@ -57,26 +57,34 @@ class RunOptions:
         """Whether this is the rest of a run."""
         return self.resume or self.resume_from is not None
 
-    def refuse_kinds(self) -> None:
-        """Raises for a field that holds something else than its place asks for.
-
-        Raises:
-            ConfigError: naming it.
-        """
-        of_kind(DataSettings, self.data_settings)
-        for name in ("evaluate", "measured"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise ConfigError(
-                    f"RunOptions.{name} is to be called, and cannot be",
-                    got=repr(given)[:80],
-                    wanted="a function of the model and the validation rows"
-                    if name == "evaluate"
-                    else "a function of the validation rows",
-                )
-
     def scores(self, val_rows: Sequence[Row]) -> Collection[str] | None:
         """The names of the scores that validation on these rows gives; None when that is not known beforehand."""
         if self.evaluate is None:
             return ("loss",)
         return None if self.measured is None else self.measured(val_rows)
+
+
+def options_of(given: RunOptions | None) -> RunOptions:
+    """The options given, or the defaults for None.
+
+    Raises:
+        ConfigError: something else, or a field that holds something else than its place asks for.
+    """
+    options = RunOptions() if given is None else given
+    if not isinstance(options, RunOptions):
+        raise ConfigError(
+            "these are no RunOptions",
+            got=repr(options)[:80],
+            wanted="RunOptions(resume=True), for one",
+        )
+    of_kind(DataSettings, options.data_settings)
+    functions = {"evaluate": "the model and the validation rows", "measured": "the validation rows"}
+    for name, of in functions.items():
+        function = getattr(options, name)
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"RunOptions.{name} is to be called, and cannot be",
+                got=repr(function)[:80],
+                wanted=f"a function of {of}",
+            )
+    return options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,38 @@ from afina.places import exists, local
 from afina.train import durable, folder, state
 from afina.train.state import Difference, State
 from afina.tree import Edit
+from afina.types import Row
 
 START = "start.json"
 """The state in which a run began, or went on with changes, for when it is stopped before its next checkpoint."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a run works on, once the data is read.
+
+    Attributes:
+        rows: for training.
+        val_rows: for validation.
+        reports: of how they came about.
+        resolved: the configuration, for config.yaml.
+        fingerprint: of the training rows.
+    """
+
+    rows: list[Row]
+    val_rows: list[Row]
+    reports: Sequence[DataReport]
+    resolved: Resolved[Any]
+    fingerprint: str
+
+    def in_words(self) -> dict[str, Any]:
+        """For the adapter's card."""
+        return {
+            "source": Path(self.resolved.config.source).name,
+            "rows": len(self.rows),
+            "fingerprint": self.fingerprint,
+            "validation_rows": len(self.val_rows),
+        }
 
 
 def absolute(name: str | None) -> str | None:
@@ -54,18 +83,13 @@ def as_config(
     return as_given(config, [t.key for t in edit.techniques], "Python")
 
 
-def write(
-    out: Path,
-    resolved: Resolved[Any],
-    reports: Sequence[DataReport],
-    counts: Mapping[str, int],
-    machine: Mapping[str, str],
-) -> None:
+def write(out: Path, given: Given, machine: Mapping[str, str]) -> None:
     """Everything the run was made from. The folder is a run's once config.yaml is there, so that comes last."""
-    account = {"rows": dict(counts), "sources": [asdict(report) for report in reports]}
+    counts = {"train": len(given.rows), "validation": len(given.val_rows)}
+    account = {"rows": counts, "sources": [asdict(report) for report in given.reports]}
     durable.write_json(out / "data.json", account)
     durable.write_json(out / "environment.json", {**folder.environment(), **machine})
-    durable.write_text(out / folder.CONFIG, dump(resolved))
+    durable.write_text(out / folder.CONFIG, dump(given.resolved))
 
 
 def write_start(out: Path, start: State) -> None:

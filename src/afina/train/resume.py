@@ -99,7 +99,8 @@ def compare(then: State, now: State, *, allow: bool) -> list[Difference]:
         raise RunError(
             "this run cannot be resumed: what trains is not what trained",
             got=other[0],
-            cure=f"resume with {other[0].then} (without --technique it is as it was), or start a new run",
+            cure=f"resume with {other[0].then}, as it is without --technique (in Python with an edit of it), or "
+            "start a new run",
         )
     if found and not allow:
         raise RunError(

@@ -9,12 +9,11 @@ from typing import Any
 from torch import nn
 
 from afina.config import TrainSettings, build, of_kind
-from afina.errors import ConfigError
 from afina.problems import name_of
 from afina.train import folder
 from afina.train.fit import refuse_kinds, refuse_other_place, refuse_unfit
 from afina.train.job import Job, Run
-from afina.train.options import RunOptions
+from afina.train.options import RunOptions, options_of
 from afina.tree import Edit
 from afina.types import Row
 
@@ -47,38 +46,37 @@ def train(
     Raises:
         AfinaError: before anything is written when something does not fit; RunError when training fails.
     """
-    options = RunOptions() if options is None else options
-    if not isinstance(options, RunOptions):
-        raise ConfigError(
-            "these are no RunOptions",
-            got=repr(options)[:80],
-            wanted="RunOptions(resume=True), for one",
-        )
-    options.refuse_kinds()
-    settings = overruled(of_kind(TrainSettings, settings), overrides)
+    options, settings = options_of(options), overruled(settings, overrides)
     refuse_kinds(model, tokenizer, edit)
     refuse_unfit(model, edit)
     refuse_other_place(edit, settings)
     place = Path(name_of(out, "the run's folder", "a folder, such as 'runs/first'"))
     folder.refuse_used(place, resume=options.goes_on, overwrite=options.overwrite)
     if not options.goes_on:
-        loaded = getattr(getattr(model, "config", None), "_name_or_path", None)
-        read = {
-            "the model": options.base,
-            "the tokenizer": getattr(tokenizer, "name_or_path", None),
-        }
-        read |= {"the training data": data, "the validation data": val, "the loaded model": loaded}
-        folder.refuse_inside(place, read)
+        folder.refuse_inside(place, sources_of(model, tokenizer, options, data, val))
     return Job(model, tokenizer, edit, place, settings, options).run(data, val)
 
 
-def overruled(settings: TrainSettings, overrides: Mapping[str, Any]) -> TrainSettings:
-    """The settings with some values changed; `steps` takes the place of `epochs`, and so on.
+def sources_of(
+    model: nn.Module, tokenizer: Any, options: RunOptions, data: Any, val: Any
+) -> dict[str, object]:
+    """What a run is made from, as `folder.refuse_inside` takes it."""
+    return {
+        "the model": options.base,
+        "the tokenizer": getattr(tokenizer, "name_or_path", None),
+        "the training data": data,
+        "the validation data": val,
+        "the loaded model": getattr(getattr(model, "config", None), "_name_or_path", None),
+    }
+
+
+def overruled(settings: TrainSettings | None, overrides: Mapping[str, Any]) -> TrainSettings:
+    """The settings, or the defaults, with some values changed; `steps` takes the place of `epochs`, and so on.
 
     Raises:
-        ConfigError: for a name that is no setting, or a value out of range.
+        ConfigError: for a name that is no setting, or a value out of range, or settings of another kind.
     """
-    values = settings.model_dump()
+    values = of_kind(TrainSettings, settings).model_dump()
     for names in TrainSettings.ONE_OF:
         if any(name in overrides for name in names):
             values.update(dict.fromkeys(names))

@@ -53,16 +53,13 @@ class Tuning:
 
     def micro_batches(self, state: State) -> tuple[State, Cut]:
         """How a step is cut into micro-batches: as set, as decided before, or found by trial."""
-        auto = "auto" in (self.settings.micro_rows, self.settings.micro_tokens)
-        if auto and state.micro_tokens is None:
-            longest = max(self.rows, key=lambda row: len(row.tokens))
-            sample = [longest, *next(plan.windows_from(self.settings, self.rows))]
-            tokens, why = micro.find_tokens(sample, self._pass, self.passes)
+        tokens = state.micro_tokens
+        if not micro.is_found(self.settings):
+            tokens = None
+        elif tokens is None:
+            tokens, why = micro.find(self.rows, self._first_step(), self.passes, self.edit)
             self.say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
-            state = replace(state, micro_tokens=tokens)
-        elif not auto:
-            state = replace(state, micro_tokens=None)
-        return state, micro.cutter(self.settings, state.micro_tokens, self.passes)
+        return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, self.passes)
 
     def compiling(self, state: State, cut: Cut) -> State:
         """Compiles the blocks when that was set, was decided before, or pays; says which, and why.
@@ -72,7 +69,7 @@ class Tuning:
         """
         machine = cast("Machine", state.machine)
         # The same rows whenever the run begins or goes on, so that the graphs are the same.
-        parts = cut(next(plan.windows_from(self.settings, self.rows)))
+        parts = cut(self._first_step())
         if machine.compiled is not None:
             if machine.compiled:
                 self._compile(parts[0])
@@ -129,6 +126,9 @@ class Tuning:
                 got=" ".join(str(error).split())[:300],
                 cure="set train.compile=false, or install a C++ compiler (g++) if that is what is missing",
             ) from None
+
+    def _first_step(self) -> Sequence[Row]:
+        return next(plan.windows_from(self.settings, self.rows))
 
     def _pass(self, rows: Sequence[Row]) -> None:
         self.passes.trial(rows, self.edit)

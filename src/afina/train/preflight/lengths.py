@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from afina.config import TrainSettings
+from afina.errors import counted
 from afina.train.preflight.finding import Finding, place
 from afina.types import Row
 
@@ -23,8 +24,11 @@ def lengths(
     found = [len(row.tokens) for row in rows]
     longest = max(rows, key=lambda row: len(row.tokens))
     most = len(longest.tokens)
-    said = f"{min(found)} to {most} tokens a row, {sum(found) / len(found):.0f} on average"
-    values = {"min": min(found), "max": most, "mean": sum(found) / len(found), "context": context}
+    mean = sum(found) / len(found)
+    said = f"{min(found)} to {most} tokens a row, {mean:.0f} on average"
+    if min(found) == most:
+        said = f"{counted(most, 'token')} in every row"
+    values = {"min": min(found), "max": most, "mean": mean, "context": context}
     bars = histogram(found)
     over = max((*rows, *val_rows), key=lambda row: len(row.tokens))
     if context is not None and len(over.tokens) > context:
@@ -60,7 +64,8 @@ def histogram(numbers: Sequence[int]) -> tuple[str, ...]:
         counts[(number - low) // width] += 1
     most, digits = max(counts.values()), len(str(high))
     return tuple(
-        f"{low + at * width:>{digits}} to {low + (at + 1) * width - 1:>{digits}}  "
-        f"{'█' * -(-BAR * counts[at] // most)} {counts[at]}"
+        f"{low + at * width:>{digits}}"
+        + (f" to {low + (at + 1) * width - 1:>{digits}}" if width > 1 else "")
+        + f"  {'█' * -(-BAR * counts[at] // most)} {counts[at]}"
         for at in range((high - low) // width + 1)
     )
