@@ -257,7 +257,7 @@ def test_a_failed_save_leaves_no_half_folder(
 
 
 def test_a_save_replaces_the_adapter_that_was_there(folder: Path) -> None:
-    (folder / "old.txt").write_text("old", encoding="utf-8")
+    (folder / "tokenizer.json").write_text("of the old one", encoding="utf-8")
     edit = apply(battery.build("llama"), [LoRA(rank=2)])
     files.save(edit, folder, base="tiny")
     assert {p.name for p in folder.iterdir()} == FILES

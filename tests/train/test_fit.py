@@ -95,7 +95,7 @@ def test_a_run_is_refused_before_it_is_made(tmp_path: Path) -> None:
         ({"options": {"resume": True}}, "these are no RunOptions"),
         ({"options": False}, "these are no RunOptions"),
         ({"options": RunOptions(data_settings={"packing": False})}, "these are no DataSettings"),  # type: ignore[arg-type]
-        ({"options": RunOptions(evaluate="loss")}, r"RunOptions\.evaluate is to be called"),  # type: ignore[arg-type]
+        ({"options": RunOptions(evaluate="loss")}, r"the option evaluate is to be called"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_not_what_its_place_asks_for_is_told_as_that(

@@ -83,7 +83,7 @@ def options_of(given: RunOptions | None) -> RunOptions:
         function = getattr(options, name)
         if function is not None and not callable(function):
             raise ConfigError(
-                f"RunOptions.{name} is to be called, and cannot be",
+                f"the option {name} is to be called, and cannot be",
                 got=repr(function)[:80],
                 wanted=f"a function of {of}",
             )
