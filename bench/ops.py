@@ -137,7 +137,8 @@ def attention_ways(lengths: Sequence[int], dtype: Any) -> dict[str, Way]:
     import torch
     import torch.nn.functional as F
 
-    from afina.ops.attention import rows_attention, with_layout
+    from afina.ops.attention import rows_attention
+    from afina.ops.layout import with_layout
     from afina.types import Context
 
     longest = max(lengths)
@@ -159,12 +160,13 @@ def attention_ways(lengths: Sequence[int], dtype: Any) -> dict[str, Way]:
     context = with_layout(Context(segments, positions))
 
     def ours() -> None:
-        rows_attention(*line, context, causal=True).backward(above)
+        q, k, v = line
+        rows_attention(q, k, v, context, causal=True).backward(above)
 
     def sdpa() -> None:
-        F.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True).backward(
-            above_padded
-        )
+        q, k, v = padded
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out.backward(above_padded)
 
     def eager() -> None:
         q, k, v = padded

@@ -29,6 +29,7 @@ from transformers import (
 
 from afina.errors import ModelError
 from afina.ops import attention, reference
+from afina.ops.layout import with_layout
 from afina.types import Context
 
 # --- the function --------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def packed(lengths: list[int], padding: int = 0) -> Context:
     """The context of rows end to end in one line."""
     segments = [i for i, n in enumerate(lengths) for _ in range(n)] + [-1] * padding
     positions = [p for n in lengths for p in range(n)] + [0] * padding
-    return attention.with_layout(Context(torch.tensor([segments]), torch.tensor([positions])))
+    return with_layout(Context(torch.tensor([segments]), torch.tensor([positions])))
 
 
 def padded(lengths: list[int]) -> Context:
