@@ -97,3 +97,17 @@ def sized(size_bytes: float) -> str:
             break
         size_bytes /= 1024
     return f"{size_bytes:,.0f} {unit}" if unit == "bytes" else f"{size_bytes:,.1f} {unit}"
+
+
+def lasting(seconds: float) -> str:
+    """Seconds in words, to two units."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    units = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    whole = round(seconds)
+    first = next(at for at, (size, _) in enumerate(units) if whole >= size)
+    parts: list[str] = []
+    for size, name in units[first : first + 2]:
+        parts.append(f"{whole // size} {name}")
+        whole %= size
+    return " ".join(parts)

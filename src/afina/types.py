@@ -86,6 +86,11 @@ class Places:
     first_most: int
     keys_least: int
 
+    @property
+    def bounds(self) -> tuple[int, int, int]:
+        """The three numbers."""
+        return self.first_least, self.first_most, self.keys_least
+
     @staticmethod
     def of(first_M: Tensor, keys_M: Tensor) -> Places:
         """From the tensors alone."""
@@ -103,6 +108,7 @@ class Layout:
         back_T: for each token of the line its index in queries_P.
         blocks: of each block its rows, queries and keys a row, and where they stand.
         shared: whether a key belongs to several rows.
+        masks: what the queries of a block see, once it was asked for; all layers of a pass share it.
     """
 
     queries_P: Tensor
@@ -110,6 +116,9 @@ class Layout:
     back_T: Tensor
     blocks: tuple[tuple[int, int, int, Places], ...]
     shared: bool
+    masks: dict[Any, Tensor | None] = field(
+        default_factory=dict[Any, "Tensor | None"], compare=False
+    )
 
 
 @dataclass(frozen=True)

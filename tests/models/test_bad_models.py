@@ -223,9 +223,7 @@ def test_tensors_without_a_place_are_said(whole: Path, tmp_path: Path, caplog: A
     folder = shutil.copytree(whole, tmp_path / "model")
     weights(lambda found: found | {"visual.extra.weight": torch.zeros(2)})(folder)
     load(folder, "fp32", "cpu")
-    assert (
-        "1 tensor without a place in the model, left out: visual.extra.weight" in caplog.text
-    )
+    assert "1 tensor without a place in the model, left out: visual.extra.weight" in caplog.text
 
 
 def test_the_header_is_read_as_the_library_reads_it(whole: Path) -> None:

@@ -84,6 +84,16 @@ def test_loss_and_gradients_are_those_of_the_rows(
         torch.testing.assert_close(got[name], gradient, rtol=within, atol=within)
 
 
+@pytest.mark.parametrize("make", [llama, gemma2, qwen2], ids=lambda m: m.__name__)
+def test_the_same_in_fp32_where_other_kernels_compute_it(make: Callable[[], Any]) -> None:
+    model, rows = build(make).float(), some_rows()
+    with packing(model, True):
+        wanted = gradients(model, loss_of(model, collate(rows, True, 0)))
+        got = gradients(model, loss_of(model, collate_shared(rows, 0, worth=1)))
+    for name, gradient in wanted.items():
+        assert float((got[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+
+
 def test_a_wrong_count_would_be_seen() -> None:
     model, rows = build(llama), some_rows()
     with packing(model, True):

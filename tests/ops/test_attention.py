@@ -29,6 +29,7 @@ from transformers import (
 
 from afina.errors import ModelError
 from afina.ops import attention, reference
+from afina.ops.layout import with_layout
 from afina.types import Context
 
 # --- the function --------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def packed(lengths: list[int], padding: int = 0) -> Context:
     """The context of rows end to end in one line."""
     segments = [i for i, n in enumerate(lengths) for _ in range(n)] + [-1] * padding
     positions = [p for n in lengths for p in range(n)] + [0] * padding
-    return attention.with_layout(Context(torch.tensor([segments]), torch.tensor([positions])))
+    return with_layout(Context(torch.tensor([segments]), torch.tensor([positions])))
 
 
 def padded(lengths: list[int]) -> Context:
@@ -48,11 +49,17 @@ def padded(lengths: list[int]) -> Context:
     return Context(torch.tensor(segments), torch.arange(longest).expand(len(lengths), -1))
 
 
-def qkv(context: Context, heads: int, shared: int, width: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(
+    context: Context,
+    heads: int,
+    shared: int,
+    width: int = 4,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     lines, length = context.segments_BT.shape
     sizes = [(lines, h, length, width) for h in (heads * shared, heads, heads)]
-    q, k, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes)
+    q, k, v = (torch.randn(s, dtype=dtype, requires_grad=True) for s in sizes)
     return q, k, v
 
 
@@ -66,6 +73,7 @@ def qkv(context: Context, heads: int, shared: int, width: int = 4) -> tuple[Tens
     scaling=st.none() | st.just(0.3),
     packing=st.booleans(),
     padding=st.integers(0, 4),
+    dtype=st.sampled_from([torch.float64, torch.float32]),  # tiles, and PyTorch's kernels
 )
 def test_equals_the_reference(
     lengths: list[int],
@@ -77,24 +85,26 @@ def test_equals_the_reference(
     scaling: float | None,
     packing: bool,
     padding: int,
+    dtype: torch.dtype,
 ) -> None:
     context = packed(lengths, padding) if packing else padded(lengths)
     given_: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "scaling": scaling
     }  # fmt: skip
-    tensors = qkv(context, heads, shared)
+    tensors = qkv(context, heads, shared, dtype=dtype)
+    within = 1e-12 if dtype == torch.float64 else 2e-5
     real = (context.segments_BT >= 0)[:, None, :, None]
     fast = attention.rows_attention(*tensors, context, **given_)
     slow = reference.attention(*tensors, context.segments_BT, **given_)
     assert fast.isfinite().all()
-    torch.testing.assert_close(fast * real, slow * real, rtol=0, atol=1e-12)
+    torch.testing.assert_close(fast * real, slow * real, rtol=0, atol=within)
     towards = torch.randn_like(fast) * real
     for got, wanted in zip(
         torch.autograd.grad(fast, tensors, towards),
         torch.autograd.grad(slow, tensors, towards),
         strict=True,
     ):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=within)
 
 
 def test_the_reference_is_softmax_over_what_is_seen() -> None:

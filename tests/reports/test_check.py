@@ -16,7 +16,7 @@ import torch
 import afina
 from afina.config import TrainSettings
 from afina.data.settings import DataSettings
-from afina.errors import ConfigError
+from afina.errors import ConfigError, lasting
 from afina.reports import packed, settings, space, steps
 from afina.reports.checked import Checked
 from afina.table import apply
@@ -271,7 +271,7 @@ def windows(case: Case) -> Iterator[list[Row]]:
     [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (7320, "2 h 2 min"), (90_000, "1 d 1 h")],
 )
 def test_durations_are_in_words(seconds: float, said: str) -> None:
-    assert steps.duration(seconds) == said
+    assert lasting(seconds) == said
 
 
 # --- packing -----------------------------------------------------------------------------------------------------

@@ -276,7 +276,9 @@ def test_what_a_new_run_is_made_from_does_not_lie_in_its_folder(tmp_path: Path) 
         "c": out / "nowhere",
         "d": [out],
         "e": "x" * 999,
+        "f": out / folder.CONFIG,  # it has been read, and is written again
     }
+    (out / folder.CONFIG).write_text("")
     folder.refuse_inside(out, apart)
 
 

@@ -119,6 +119,15 @@ class TrainSettings(Settings):
     threads: Count | None = Field(
         default=None, description="CPU threads of torch; null: torch's own choice"
     )
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
+        description="run the model's blocks as compiled graphs; auto: on a CPU, where the run is long enough to pay",
+    )
+    recompute: bool | Count | Literal["selective"] = Field(
+        default=False,
+        description="compute blocks again in backward instead of keeping what they hold: all, every n-th, or "
+        "(selective) all but their matrix products",
+    )
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
         description="at a loss or gradient that is not finite: end the run, or leave the step out",

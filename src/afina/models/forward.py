@@ -18,6 +18,7 @@ from afina import seams
 from afina.errors import ModelError
 from afina.models.head import Head
 from afina.ops import attention
+from afina.ops.layout import with_layout
 from afina.types import IGNORE, Batch, Context
 
 
@@ -122,7 +123,7 @@ def _inputs(batch: Batch, step: int, seed: int) -> dict[str, Any]:
     if batch.packed:
         context = Context(batch.segments_BT, batch.positions_BT, step=torch.tensor(step), seed=seed)
         inputs["position_ids"] = batch.positions_BT
-        inputs["afina_context"] = attention.with_layout(context, batch.runs)
+        inputs["afina_context"] = with_layout(context, batch.runs)
     else:
         inputs["attention_mask"] = (batch.segments_BT >= 0).long()
     return inputs

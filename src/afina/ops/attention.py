@@ -6,12 +6,14 @@ begins with them, and what the rows say about them is summed on the way back.
 
 It is entered through Transformers' `AttentionInterface`; the mask the model would build is replaced by the `Context`
 that travels with the batch (`AttentionMaskInterface` must be registered too, or padded and packed logits are wrong).
-On a CPU attention is `ops.tiles`; on a GPU it is PyTorch's own, whose kernels are fast there.
+Two things compute it. `ops.tiles` knows everything: soft caps, dropout that can be made again, rows of any length in
+memory that grows with the length alone. PyTorch's own kernels are faster on a GPU, and on a CPU in fp32 (two to three
+times, forward and backward); in bf16 it is the tiles that are faster there, for PyTorch's backward is slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -23,92 +25,16 @@ from torch import Tensor, nn
 from afina.errors import ModelError
 from afina.ops import tiles
 from afina.ops.tiles import Rule
-from afina.types import Context, Layout, Places, Run
+from afina.types import Context, Places
 
 NAME = "afina_rows"
 """The name under which the attention function is known to Transformers."""
-EVEN = 0.5
-"""A row joins a block when it is at least this share of the block's longest, in queries and in keys."""
 
 
-def backend(device: torch.device) -> str:
-    """What computes attention on a device, for the log."""
-    return "PyTorch's scaled_dot_product_attention" if device.type == "cuda" else "afina's tiles"
-
-
-# --- layout --------------------------------------------------------------------------------------------------------
-
-
-def with_layout(context: Context, runs: Sequence[Run] | None = None) -> Context:
-    """Adds to a packed line's context how it is taken apart.
-
-    Args:
-        context: with segments_BT of one line (B = 1); -1 is padding.
-        runs: that the line consists of; by segments when None, no beginning shared.
-    """
-    if not runs:
-        runs = runs_of(cast("list[int]", context.segments_BT[0].tolist()))  # pyright: ignore[reportUnknownMemberType]
-    return replace(context, layout=layout_of(runs, context.segments_BT.device))
-
-
-def runs_of(segments_T: Sequence[int]) -> list[Run]:
-    """The runs of a line in which no beginning is shared; padding forms one of its own."""
-    starts = [i for i, s in enumerate(segments_T) if i == 0 or s != segments_T[i - 1]]
-    ends = [*starts[1:], len(segments_T)]
-    return [Run(a, b - a) for a, b in zip(starts, ends, strict=True)]
-
-
-def layout_of(runs: Sequence[Run], device: torch.device) -> Layout:
-    """How a line of these runs, which fill it, is taken apart."""
-    queries: list[Tensor] = []
-    keys: list[Tensor] = []
-    blocks: list[tuple[int, int, int, Places]] = []
-    back_T = torch.empty(sum(run.length for run in runs), dtype=torch.int64)
-    at = 0
-    for block in _blocks(runs):
-        long, wide = (
-            max(n) for n in zip(*((r.length, r.first + r.length) for r in block), strict=True)
-        )
-        for number, run in enumerate(block):
-            own = torch.arange(run.start, run.start + run.length)
-            path = torch.cat([*(torch.arange(a, a + n) for a, n in run.before), own])
-            queries.append(_stretched(own, long))
-            keys.append(_stretched(path, wide))
-            back_T[run.start : run.start + run.length] = (
-                at + number * long + torch.arange(run.length)
-            )
-        at += len(block) * long
-        first, ends = (
-            torch.tensor(n, device=device)
-            for n in zip(*((r.first, r.first + r.length) for r in block), strict=True)
-        )
-        blocks.append((len(block), long, wide, Places.of(first, ends)))
-    return Layout(
-        torch.cat(queries).to(device),
-        torch.cat(keys).to(device),
-        back_T.to(device),
-        tuple(blocks),
-        shared=any(run.before for run in runs),
-    )
-
-
-def _blocks(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs of about one length together, the longest first."""
-    found: list[list[Run]] = []
-    for run in sorted(runs, key=lambda r: (-r.length, -r.first, r.start)):
-        block = found[-1] if found else []
-        widest = max((r.first + r.length for r in block), default=0)
-        even = bool(block) and run.length >= EVEN * block[0].length
-        if even and EVEN * widest <= run.first + run.length <= widest / EVEN:
-            block.append(run)
-        else:
-            found.append([run])
-    return found
-
-
-def _stretched(places: Tensor, length: int) -> Tensor:
-    """Padded to `length` by repeating the last."""
-    return torch.cat([places, places[-1:].expand(length - len(places))])
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """What computes attention, for the log."""
+    mine = device.type == "cpu" and dtype != torch.float32
+    return "afina's tiles" if mine else "PyTorch's scaled_dot_product_attention"
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -149,7 +75,8 @@ def rows_attention(
         q_MHLD = _rows(q_PHD, queries_at, rows, length)
         k_MKSD, v_MKSD = (_rows(x, keys_at, rows, keys) for x in (k_QKD, v_QKD))
         # Padding repeats a row's last query, which sees at least itself: every result is finite.
-        out_MHLD = _attend(q_MHLD, k_MKSD, v_MKSD, places, replace(rule, seed=seed + queries_at))
+        ruled = replace(rule, seed=seed + queries_at)
+        out_MHLD = _attend(q_MHLD, k_MKSD, v_MKSD, places, ruled, layout.masks)
         outs.append(out_MHLD.transpose(1, 2).reshape(rows * length, *q_PHD.shape[1:]))
         queries_at += rows * length
         keys_at += rows * keys
@@ -168,20 +95,44 @@ def _rows(x_PHD: Tensor, start: int, rows: int, length: int) -> Tensor:
     return part.view(rows, length, *x_PHD.shape[1:]).transpose(1, 2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, places: Places, rule: Rule) -> Tensor:
-    if q.device.type != "cuda":
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, places: Places, rule: Rule, masks: dict[Any, Tensor | None]
+) -> Tensor:
+    on_cpu = q.device.type == "cpu"
+    if on_cpu and (q.dtype != torch.float32 or rule.softcap or rule.dropout or _wide(q, k)):
         return tiles.attend(q, k, v, places, rule)[0]
-    square = q.shape[2] == k.shape[2] and places.first_most == 0
     far = max(places.first_most + q.shape[2], k.shape[2])
+    square = q.shape[2] == k.shape[2] and places.first_most == 0
     windowed = rule.window is not None and rule.window < far
     if rule.causal and square and not windowed and not rule.softcap:
         # Rows are padded on the right, so no real query sees padding, and the kernel needs no mask.
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=rule.scale, dropout_p=rule.dropout, enable_gqa=True
         )
-    seen_ML = tiles.seen(places, rule, q.shape[2], slice(0, k.shape[2]), slice(0, q.shape[2]))
-    seen = None if seen_ML is None else seen_ML[:, None]
-    return _written_out(q, k, v, seen, rule)
+    key = (id(places), q.shape[2], k.shape[2], rule.causal, rule.window)
+    if key not in masks:
+        masks[key] = _mask(places, rule, q, k)
+    return _written_out(q, k, v, masks[key], rule)
+
+
+def _wide(q: Tensor, k: Tensor) -> bool:
+    """Whether a mask would hold more numbers than are worth keeping."""
+    return q.shape[0] * q.shape[2] * k.shape[2] > tiles.TILE_NUMBERS
+
+
+def _mask(places: Places, rule: Rule, q: Tensor, k: Tensor) -> Tensor | None:
+    """What a block's queries see, as a term of the scores (M, 1, L, S), or (1, 1, L, S) where rows are alike.
+
+    All layers share it: what the kernel keeps for backward is then there once.
+    """
+    alike = places.first_least == places.first_most and places.keys_least >= k.shape[2]
+    ends = Places(places.first_M[:1], places.keys_M[:1], *places.bounds) if alike else places
+    length = q.shape[2]
+    seen_ML = tiles.seen(ends, rule, length, slice(0, k.shape[2]), slice(0, length))
+    if seen_ML is None:
+        return None
+    term = torch.zeros(seen_ML.shape, dtype=q.dtype, device=q.device)
+    return term.masked_fill_(~seen_ML, -torch.inf)[:, None]
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, valid_BT: Tensor, rule: Rule) -> Tensor:
@@ -190,7 +141,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, valid_BT: Tensor, rule: Rule) -> Te
     lengths_B = valid_BT.sum(1)
     steps = torch.arange(length, device=q.device)
     if bool((valid_BT == (steps < lengths_B[:, None])).all()) and bool((lengths_B > 0).all()):
-        return _attend(q, k, v, Places.of(torch.zeros_like(lengths_B), lengths_B), rule)
+        return _attend(q, k, v, Places.of(torch.zeros_like(lengths_B), lengths_B), rule, {})
     whole = Places.of(torch.zeros_like(lengths_B), torch.full_like(lengths_B, length))
     seen = valid_BT[:, None].expand(-1, length, -1)
     limits = tiles.seen(whole, rule, length, slice(0, length), slice(0, length))
@@ -209,7 +160,11 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, rule: Rul
     scores = q @ k.transpose(-1, -2) * (rule.scale or q.shape[-1] ** -0.5)
     scores = rule.softcap * torch.tanh(scores / rule.softcap)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    hidden = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    hidden = scores
+    if seen is not None:
+        hidden = (
+            scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
+        )
     weights = torch.softmax(hidden, dim=-1, dtype=wide)
     return F.dropout(weights.to(q.dtype), rule.dropout) @ v
 
@@ -310,6 +265,7 @@ def _reach(*args: object, local_size: int | None = None, **kwargs: object) -> Te
     return None if local_size is None else torch.tensor(local_size)
 
 
+@torch.compiler.disable  # pyright: ignore[reportUnknownMemberType]
 def _interface(
     module: nn.Module,
     q: Tensor,

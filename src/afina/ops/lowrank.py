@@ -15,7 +15,8 @@ Source: the chain rule, by hand; LoRA as in Hu et al. 2021, arXiv 2106.09685, se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -54,7 +55,7 @@ def project(x: Tensor, downs: Sequence[Tensor], *, dropout: float = 0.0) -> list
     Returns:
         One (..., r) for each A.
     """
-    if not _plain(x, *downs):
+    if torch.compiler.is_compiling() or not _plain(x, *downs):
         dropped = F.dropout(x, dropout) if dropout else x
         return [F.linear(dropped, a_RI.to(x.dtype)) for a_RI in downs]
     # The seed comes from torch's own generator, so that recomputation, which restores it, gets the same mask.
@@ -72,10 +73,30 @@ def expand_add(h: Tensor, y: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
         b_OR: any dtype; computed in y's.
         scaling: s.
     """
-    writable = y.is_contiguous() and not (y.is_leaf and y.requires_grad)
-    if not _plain(h, y, b_OR) or not writable or h.dtype != y.dtype:
+    writable = _in_place and y.is_contiguous() and not (y.is_leaf and y.requires_grad)
+    # A compiled graph fuses the addition by itself.
+    if (
+        torch.compiler.is_compiling()
+        or not _plain(h, y, b_OR)
+        or not writable
+        or h.dtype != y.dtype
+    ):
         return y + (F.linear(h * scaling, b_OR.to(h.dtype))).to(y.dtype)
     return _call(_ExpandAdd, y, h, b_OR, scaling)
+
+
+@contextmanager
+def out_of_place() -> Generator[None, None, None]:
+    """Inside the block no output of a map is written into: for whoever keeps it."""
+    global _in_place
+    before, _in_place = _in_place, False
+    try:
+        yield
+    finally:
+        _in_place = before
+
+
+_in_place = True
 
 
 def dropout_mask(shape: torch.Size, dropout: float, seed: int, x: Tensor) -> Tensor:

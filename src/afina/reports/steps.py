@@ -10,7 +10,8 @@ from itertools import islice
 
 import torch
 
-from afina.errors import AfinaError, counted
+from afina.errors import AfinaError, counted, lasting
+from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.parallel.runtime import OneProcess
 from afina.reports.trial import Trial, untouched, without
@@ -73,7 +74,8 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
     began = time.perf_counter()
     try:
         kept = nullcontext() if trial.disposable else untouched(trial.edit)
-        with threads(trial.settings.threads), kept, packing(trial.model, trial.packed):
+        again = Blocks(trial.model, trial.settings.recompute).running()
+        with threads(trial.settings.threads), kept, packing(trial.model, trial.packed), again:
             trial.model.train()
             tokens, why = trial.micro_tokens()
             steps = list(islice(loop(_work(trial, tokens), trial.windows()), AUDITED_STEPS))
@@ -138,7 +140,7 @@ def pace(trial: Trial, steps: Sequence[Step], why: str, spent_s: float) -> Findi
     eta_s = each_s * trial.total_steps
     memory = f"; peak so far {last.peak_bytes / 2**30:.2f} GiB" if last.peak_bytes else ""
     said = (
-        f"about {each_s:.3g} s a step ({last.tokens / last.seconds:,.0f} tokens/s), so about {duration(eta_s)} for "
+        f"about {each_s:.3g} s a step ({last.tokens / last.seconds:,.0f} tokens/s), so about {lasting(eta_s)} for "
         f"{counted(trial.total_steps, 'step')}, evaluations not counted{memory}"
     )
     values = {
@@ -159,17 +161,3 @@ def pace(trial: Trial, steps: Sequence[Step], why: str, spent_s: float) -> Findi
             values,
         )
     return Finding("pace", "ok", said, details=details, values=values)
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words, to two units."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    units = ((DAY_S, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    whole = round(seconds)
-    first = next(at for at, (size, _) in enumerate(units) if whole >= size)
-    parts: list[str] = []
-    for size, name in units[first : first + 2]:
-        parts.append(f"{whole // size} {name}")
-        whole %= size
-    return " ".join(parts)

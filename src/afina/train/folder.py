@@ -95,7 +95,10 @@ def refuse_inside(out: Path, sources: Mapping[str, object]) -> None:
         RunError: naming it.
     """
     for what, name in sources.items():
-        if isinstance(name, str | Path) and exists(local(name)) and _lies_in(local(name), out):
+        if not isinstance(name, str | Path) or not exists(local(name)):
+            continue
+        # The run's own configuration has been read, and the new run writes it again.
+        if _lies_in(local(name), out) and local(name).resolve() != (out / CONFIG).resolve():
             raise RunError(
                 f"{what} lies in the folder of the run that would be made from it, and would be lost",
                 got=name,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from afina.data.idle import refuse_idle_data
 from afina.data.report import fingerprint
 from afina.data.settings import DataSettings
 from afina.errors import counted
+from afina.models.blocks import Blocks
 from afina.models.forward import packing
+from afina.ops import attention
 from afina.train import (
     checkpoint,
     durable,
     folder,
-    micro,
     plan,
     preflight,
     record,
@@ -56,6 +57,7 @@ from afina.train.state import (
     rows_in_words,
     starting_weights,
 )
+from afina.train.tuning import Tuning
 from afina.tree import Edit
 from afina.types import Row
 
@@ -94,6 +96,7 @@ class Job:
         resolved = self.options.config or self._as_config(data, val)
         # What the settings cannot make is refused before a run that is there is removed.
         self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
+        self.blocks = Blocks(self.model, self.settings.recompute)
         with folder.claimed(
             self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
         ):
@@ -124,7 +127,7 @@ class Job:
         options = self.options
         start = resume.origin(self.out, options.resume_from) if options.goes_on else None
         with resume.threads(self.settings.threads or (start.threads if start else None)):
-            now = self._state(given)
+            now = self._state(given, start)
             if start is None:
                 if options.goes_on:
                     say.say("the run was stopped before its first step, and begins now")
@@ -171,7 +174,7 @@ class Job:
             )
         return state
 
-    def _state(self, given: Given) -> State:
+    def _state(self, given: Given, start: Origin | None) -> State:
         """Of step 0, with all that must be equal for a resumed run to be the same run."""
         more: dict[str, Any] = {
             "data.packing": self.options.data_settings.packing,
@@ -187,9 +190,15 @@ class Job:
         return State(
             step=0,
             total_steps=self.total_steps,
-            machine=Machine.here(self.model),
+            machine=Machine.here(self.model, compiled=self._compiled(start)),
             settings=recorded(self.settings, self.edit, more),
         )
+
+    def _compiled(self, start: Origin | None) -> bool | None:
+        """Whether the blocks run compiled: as set, as decided when the run began; None where it is to be found out."""
+        if self.settings.compile != "auto":
+            return self.settings.compile
+        return start.state.machine.compiled if start and start.state.machine else None
 
     def _refuse_too_little_room(self, validates: bool) -> None:
         one = space.checkpoint_bytes(self.edit, self.settings.optimizer, self.tokenizer)
@@ -208,11 +217,13 @@ class Job:
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training
-        with packing(self.model, packed):
+        with packing(self.model, packed), self.blocks.running():
             self.model.train()
             try:
                 passes = self._passes(rows, say)
-                state, cut = self._cut(rows, state, passes, say)
+                tuning = Tuning(self.edit, self.settings, passes, self.blocks, rows, say)
+                state, cut = tuning.micro_batches(state)
+                state = tuning.compiling(state, cut)
                 if changes or not state.step:
                     record.write_start(self.out, state)
                 work = Work(
@@ -272,6 +283,9 @@ class Job:
                 f"rows that begin alike share their beginning: {passes.tokens(step) / every:.0%} of the "
                 "tokens of a step are computed"
             )
+        if passes.packed:
+            dtype = next(self.model.parameters()).dtype
+            say.say(f"attention by {attention.backend(passes.device, dtype)}")
         if passes.head is None:
             say.say("all logits of a micro-batch are made: the head is not a plain linear")
         return passes
@@ -279,19 +293,6 @@ class Job:
     def _base(self) -> str:
         config = getattr(self.model, "config", None)
         return self.options.base or str(getattr(config, "_name_or_path", "") or "unknown")
-
-    def _cut(
-        self, rows: Sequence[Row], state: State, passes: Passes, say: Reporter
-    ) -> tuple[State, Callable[[Sequence[Row]], list[list[Row]]]]:
-        """What cuts a step into micro-batches, and the state that remembers how large they are."""
-        tokens = state.micro_tokens
-        if not micro.is_found(self.settings):
-            tokens = None
-        elif tokens is None:
-            step = next(plan.windows_from(self.settings, rows))
-            tokens, why = micro.find(rows, step, passes, self.edit)
-            say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
-        return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, passes)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device

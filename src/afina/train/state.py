@@ -29,7 +29,7 @@ VAL_ROWS = "the validation rows"
 START = "the starting weights"
 TECHNIQUES = "the techniques"
 
-OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads")
+OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads", "train.compile")
 """Settings that stand in `Machine` as what they came to, so that "the best there is" is compared by what it was."""
 
 HARMLESS = ("train.save_every", "train.keep_last", "train.tensorboard")
@@ -44,7 +44,7 @@ class Machine:
         device: "cpu" or "cuda".
         dtype: of the frozen weights.
         threads: of torch, on the CPU: how a sum is split over them shows in its last bits.
-        compiled: whether the model ran as a compiled graph, whose last bits differ from eager ones.
+        compiled: whether the blocks run as compiled graphs, whose last bits differ; None before it is decided.
         torch, transformers: versions.
         cpu: the instructions that torch's kernels were chosen for.
     """
@@ -52,13 +52,13 @@ class Machine:
     device: str
     dtype: str
     threads: int
-    compiled: bool
+    compiled: bool | None
     torch: str
     transformers: str
     cpu: str
 
     @classmethod
-    def here(cls, model: nn.Module) -> Machine:
+    def here(cls, model: nn.Module, *, compiled: bool | None = None) -> Machine:
         """As it is now."""
         import transformers
 
@@ -67,7 +67,7 @@ class Machine:
             device=parameter.device.type,
             dtype=str(parameter.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
-            compiled=False,
+            compiled=compiled,
             torch=torch.__version__,
             transformers=transformers.__version__,
             cpu=torch.backends.cpu.get_cpu_capability(),
@@ -206,10 +206,11 @@ def differences(then: State, now: State) -> list[Difference]:
         # What follows from that is no difference of its own: their settings, and which weights are the base's.
         found = [one for one in found if not one.name.startswith("techniques.")]
         found = [one for one in found if one.name not in (BASE, START)]
-    for name in ("device", "dtype", "threads", "compiled"):
+    for setting in OF_THE_MACHINE:
+        name = "compiled" if setting == "train.compile" else setting.removeprefix("train.")
         one, other = getattr(then.machine, name, None), getattr(now.machine, name, None)
         if one != other:
-            found.append(Difference(f"train.{name}" if name != "compiled" else name, one, other))
+            found.append(Difference(setting, one, other))
     return found
 
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from afina.models.blocks import plainly
 from afina.models.forward import own_attention
 from afina.train.passes import Passes
 from afina.types import Row
@@ -30,11 +31,12 @@ def mean_loss(
     model.eval()
     total, trained = 0.0, 0
     try:
-        for rows in micro_batches:
-            batch = passes.batch(rows)
-            if batch.trained_tokens:
-                total += float(passes.loss(batch))
-                trained += batch.trained_tokens
+        with plainly(model):
+            for rows in micro_batches:
+                batch = passes.batch(rows)
+                if batch.trained_tokens:
+                    total += float(passes.loss(batch))
+                    trained += batch.trained_tokens
     finally:
         model.train(training)
     return total / trained if trained else float("nan")
@@ -67,7 +69,7 @@ def scorer(
         scores = {"loss": mean_loss(model, parts, passes)}
         if more is not None:
             # Generation knows nothing of packed rows and takes the model's own attention.
-            with own_attention(model, own) if own else nullcontext():
+            with plainly(model), own_attention(model, own) if own else nullcontext():
                 scores.update(more(model, rows))
         return scores
 

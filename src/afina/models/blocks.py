@@ -1,0 +1,138 @@
+"""How the blocks of a model are run: plainly, compiled, or recomputed in backward instead of remembered.
+
+Each block's call is exchanged, in the place where `nn.Module.compile` puts its own; the block, its hooks and its names
+stay as they are. All blocks of one kind share one compiled graph, in which the number of tokens is a variable, so
+rows of other lengths compile nothing. Attention is not part of the graph: it has its own kernels.
+
+Recomputing keeps a block's input alone and runs it again in backward: about a third more work for a small part of the
+memory. Selectively, the results of matrix products are kept too, and only what is cheap is computed again.
+
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; what is kept selectively
+follows Korthikanti et al. 2022, arXiv 2205.05198, section 4.2, turned to where attention is cheap and maps are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from afina import seams
+from afina.ops.lowrank import out_of_place
+
+Recompute = bool | int | Literal["selective"]
+"""False: none; True: every block; n: every n-th block; selective: see above."""
+
+_SLOT = "_compiled_call_impl"
+_KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+Call = Callable[..., Any]
+
+
+class Blocks:
+    """The blocks of one model, and how they are run.
+
+    Attributes:
+        blocks: all of them, those of two stacks one after the other.
+        recompute: which are run again in backward.
+        compiled: whether they run compiled.
+    """
+
+    def __init__(self, model: nn.Module, recompute: Recompute = False) -> None:
+        """Changes nothing yet.
+
+        Raises:
+            TechniqueError: blocks are to be recomputed, and the model has none.
+        """
+        if recompute is not False:
+            seams.require_stack(model, "train.recompute")
+        self.blocks = [block for stack in seams.stacks(model).values() for block in stack]
+        self.recompute: Recompute = recompute
+        self.compiled = False
+
+    @contextmanager
+    def running(self) -> Generator[Blocks, None, None]:
+        """Inside the block the model's blocks run this way; afterwards as before."""
+        before = _calls(self.blocks)
+        try:
+            self._put()
+            yield self
+        finally:
+            _put(self.blocks, before)
+            self.compiled = False
+
+    def compile(self, wanted: bool) -> None:
+        """From here on compiled, or not; the graphs are made at the next call."""
+        self.compiled = wanted
+        self._put()
+
+    def _put(self) -> None:
+        for number, block in enumerate(self.blocks):
+            call: Call | None = None
+            if self.compiled:
+                call = cast("Call", torch.compile(block._call_impl, dynamic=True))  # pyright: ignore[reportUnknownMemberType]
+            # A compiled graph computes again by itself what is cheap, so for it there is nothing to select.
+            if self.recompute == "selective" and not self.compiled:
+                call = partial(_recomputed, partial(_separately, block._call_impl), _contexts)
+            elif _again(number, self.recompute):
+                call = partial(_recomputed, call or block._call_impl, noop_context_fn)
+            setattr(block, _SLOT, call)
+
+
+@contextmanager
+def plainly(model: nn.Module) -> Generator[None, None, None]:
+    """Inside the block the model's blocks run as the model itself runs them: for passes without a gradient."""
+    blocks = [block for stack in seams.stacks(model).values() for block in stack]
+    before = _calls(blocks)
+    try:
+        _put(blocks, [None] * len(blocks))
+        yield
+    finally:
+        _put(blocks, before)
+
+
+def _calls(blocks: list[nn.Module]) -> list[Call | None]:
+    return [getattr(block, _SLOT) for block in blocks]
+
+
+def _put(blocks: list[nn.Module], calls: list[Call | None]) -> None:
+    for block, call in zip(blocks, calls, strict=True):
+        setattr(block, _SLOT, call)
+
+
+def _again(number: int, recompute: Recompute) -> bool:
+    """Whether a block is recomputed whole."""
+    if isinstance(recompute, str):
+        return False
+    return recompute is True or (recompute is not False and number % recompute == 0)
+
+
+def _recomputed(call: Call, contexts: Call, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    run = cast("Call", checkpoint)
+    return run(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _separately(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """The call with nothing written into the results of products, which are kept."""
+    with out_of_place():
+        return call(*args, **kwargs)
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return cast("Call", create_selective_checkpoint_contexts)(_policy)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,139 @@
+"""What is decided for the machine before the first step: the micro-batches, and whether the blocks are compiled.
+
+A run that goes on takes what was decided when it began: both show in the last bits of a sum.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from afina.config import TrainSettings
+from afina.errors import RunError, lasting
+from afina.models.blocks import Blocks
+from afina.train import micro, plan
+from afina.train.passes import Passes
+from afina.train.report import Reporter
+from afina.train.state import Machine, State
+from afina.tree import Edit
+from afina.types import Row
+
+COST_S = 60.0
+"""Seconds that compiling takes at most on the machines where it was measured: 25 to 70 without a cache."""
+GAIN = 0.25
+"""Share of a step that compiled blocks save at least, likewise: 0.29 in fp32, 0.38 in bf16."""
+
+Cut = Callable[[Sequence[Row]], list[list[Row]]]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a run finds out.
+
+    Attributes:
+        edit: of the model, in training mode, its blocks `blocks.running()`.
+        settings: of the run.
+        passes: rows -> losses.
+        blocks: of the model.
+        rows: of the run.
+        say: who is told.
+        clock: seconds.
+    """
+
+    edit: Edit
+    settings: TrainSettings
+    passes: Passes
+    blocks: Blocks
+    rows: Sequence[Row]
+    say: Reporter
+    clock: Callable[[], float] = time.perf_counter
+
+    def micro_batches(self, state: State) -> tuple[State, Cut]:
+        """How a step is cut into micro-batches: as set, as decided before, or found by trial."""
+        tokens = state.micro_tokens
+        if not micro.is_found(self.settings):
+            tokens = None
+        elif tokens is None:
+            tokens, why = micro.find(self.rows, self._first_step(), self.passes, self.edit)
+            self.say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
+        return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, self.passes)
+
+    def compiling(self, state: State, cut: Cut) -> State:
+        """Compiles the blocks when that was set, was decided before, or pays; says which, and why.
+
+        Raises:
+            RunError: it was set or decided, and cannot be done here.
+        """
+        machine = cast("Machine", state.machine)
+        # The same rows whenever the run begins or goes on, so that the graphs are the same.
+        parts = cut(self._first_step())
+        if machine.compiled is not None:
+            if machine.compiled:
+                self._compile(parts[0])
+            return state
+        compiled = self._pays(parts, state.total_steps)
+        return replace(state, machine=replace(machine, compiled=compiled))
+
+    def _pays(self, parts: Sequence[Sequence[Row]], steps: int) -> bool:
+        """Compiles when the run is long enough to get the time back, and keeps it when a pass is faster for it."""
+        if self.passes.device.type != "cpu" or not self.blocks.blocks:
+            return False
+        self._pass(parts[0])
+        plain_s = self._timed(parts[0])
+        tokens = sum(self.passes.tokens(part) for part in parts)
+        run_s = plain_s * tokens / self.passes.tokens(parts[0]) * steps
+        if run_s * GAIN < COST_S:
+            if run_s > COST_S:
+                self.say.say(
+                    f"not compiled: a run of about {lasting(run_s)} is over before compiling pays "
+                    "(train.compile=true does it all the same)"
+                )
+            return False
+        try:
+            self._compile(parts[0])
+        except RunError as error:
+            self.blocks.compile(False)
+            self.say.say(f"not compiled: {error.got}; the run goes on without")
+            return False
+        share = self._timed(parts[0]) / plain_s
+        kept = share < 1
+        self.blocks.compile(kept)
+        self.say.say(
+            f"{'compiled' if kept else 'not compiled'}: a pass then takes {share:.0%} of its time, in a run of about "
+            f"{lasting(run_s)}"
+        )
+        return kept
+
+    def _compile(self, part: Sequence[Row]) -> None:
+        from torch._dynamo.exc import TorchDynamoException
+        from torch._inductor.exc import InductorError
+
+        self.say.say(
+            "compiling the blocks, which takes up to a minute, less when it was done before"
+        )
+        self.blocks.compile(True)
+        try:
+            with warnings.catch_warnings():
+                # What torch's compiler says of its own insides is not for the user.
+                warnings.simplefilter("ignore")
+                self._pass(part)
+        except (TorchDynamoException, InductorError) as error:
+            raise RunError(
+                "the blocks of this model cannot be compiled here",
+                got=" ".join(str(error).split())[:300],
+                cure="set train.compile=false, or install a C++ compiler (g++) if that is what is missing",
+            ) from None
+
+    def _first_step(self) -> Sequence[Row]:
+        return next(plan.windows_from(self.settings, self.rows))
+
+    def _pass(self, rows: Sequence[Row]) -> None:
+        self.passes.trial(rows, self.edit)
+
+    def _timed(self, rows: Sequence[Row]) -> float:
+        began = self.clock()
+        self._pass(rows)
+        return self.clock() - began
