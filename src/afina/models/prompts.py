@@ -25,7 +25,8 @@ def encode(
 
     Raises:
         ModelError: messages, and no chat template or one that refuses them.
-        DataError: a prompt without text, or of a wrong type, or a message that says nothing or is nobody's.
+        DataError: a prompt without text, or of a wrong type, a message that says nothing or is nobody's, or tools that
+            the template does not write.
         ConfigError: a system prompt for what is no messages, where it would do nothing.
     """
     rendered = isinstance(prompt, str) or (isinstance(prompt, Sequence) and _are_ids(prompt))
@@ -118,16 +119,28 @@ def _encode_messages(
     if system is not None and not any(m["role"] == "system" for m in messages):
         messages = [{"role": "system", "content": system}, *messages]
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        text = _rendered(tokenizer, messages, tools)
+        lost = bool(tools) and text == _rendered(tokenizer, messages, None)
     except Exception as error:  # a template is a program, and may fail as any does
         raise ModelError(
             "the chat template refuses these messages",
             got=f"roles {[m['role'] for m in messages]}; it says: {error}",
             cure="change the order or the roles of the messages",
         ) from error
+    if lost:
+        raise DataError(
+            "the chat template does not write tools: the model would never see them",
+            got=f"tools {str(tools)[:80]}",
+            wanted="a template that writes them, or no tools",
+            cure="write them into the system prompt, or use a model whose chat template writes tools",
+        )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _rendered(tokenizer: Any, messages: list[Any], tools: Any) -> str:
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
 
 
 def _check_message(number: int, message: Mapping[str, Any]) -> None:
