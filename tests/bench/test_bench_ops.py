@@ -52,4 +52,5 @@ def of(way: ops.Way) -> torch.Tensor:
     tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
     tensor.grad = None  # two ways share their tensors
     way()
+    assert tensor.grad is not None
     return tensor.grad
