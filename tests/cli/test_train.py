@@ -194,7 +194,7 @@ def test_a_parent_folder_names_the_runs_in_it(
         (["tiny", "run/rows.jsonl"], "the training data"),
         (["tiny", "rows.jsonl", "--val", "run/rows.jsonl"], "the validation data"),
         (["tiny", "rows.jsonl", "--init-from", "run"], "the adapter to start from"),
-        (["tiny", "rows.jsonl", "-c", "run/config.yaml"], "the configuration"),
+        (["tiny", "rows.jsonl", "-c", "run/run.yaml"], "the configuration"),
     ],
 )
 def test_a_run_does_not_take_the_place_of_what_it_is_made_from(
@@ -208,9 +208,12 @@ def test_a_run_does_not_take_the_place_of_what_it_is_made_from(
     (run / "model/rows.jsonl").write_bytes((place / "rows.jsonl").read_bytes())
     (run / "config.yaml").write_text("model: tiny\n")
     (run / "data.json").write_text('{"sources": []}')
-    names = {"run/tiny": "run/nan", "run/rows.jsonl": "run/model/rows.jsonl"}
+    (run / "model/run.yaml").write_text("model: tiny\n")
+    inside = {"run/tiny": "run/nan"} | {
+        f"run/{n}": f"run/model/{n}" for n in ("rows.jsonl", "run.yaml")
+    }
     before = sorted(path for path in run.rglob("*"))
-    assert main(["train", *(names.get(w, w) for w in words), "-o", "run", "--overwrite"]) == 7
+    assert main(["train", *(inside.get(w, w) for w in words), "-o", "run", "--overwrite"]) == 7
     assert f"{named} lies in the folder of the run" in capsys.readouterr().err
     assert sorted(path for path in run.rglob("*")) == before
 
