@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import afina
+from afina.ops import attention, reference
+from afina.ops.layout import with_layout
+from afina.ops.loss import linear_cross_entropy
+from afina.ops.lowrank import low_rank_add
+from afina.types import IGNORE, Context
 from tests.tiny import byte_tokenizer, row, tiny_llama
 
 STEPS = 4
@@ -27,14 +33,14 @@ class Trained:
     adapter: dict[str, Tensor]
 
 
-def trained(device: str, out: Path, *, lr: float = 1e-2) -> Trained:
+def trained(device: str, out: Path, *, lr: float = 1e-2, **way: Any) -> Trained:
     """A few steps of LoRA on a tiny model, ragged rows packed."""
     tokenizer = byte_tokenizer()
     rows = [row(tokenizer, "n" * n, str(n % 7) * (1 + n % 5), number=n) for n in range(24)]
     model = tiny_llama(dtype=torch.float32).to(device)
     edit = afina.apply(model, [afina.LoRA(rank=4)])
     run = afina.train(model, tokenizer, rows, edit, out, steps=STEPS, rows_per_step=6, micro_rows=2,
-                      lr=lr, device=device, dtype="fp32")  # fmt: skip
+                      lr=lr, device=device, dtype="fp32", **way)  # fmt: skip
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     return Trained(losses, load_file(run.weights / "adapter_model.safetensors"))
@@ -63,6 +69,106 @@ def test_a_run_on_a_gpu_equals_the_run_on_the_cpu(tmp_path: Path) -> None:
     on_cpu, on_gpu = trained("cpu", tmp_path / "cpu"), trained("cuda", tmp_path / "cuda")
     assert len(on_gpu.losses) == STEPS
     assert furthest(on_cpu, on_gpu) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_on_a_gpu_is_that_of_the_reference(
+    window: int | None, softcap: float | None, causal: bool
+) -> None:
+    segments = torch.tensor([[0] * 5 + [1] * 9 + [2] * 2])
+    positions = torch.cat([torch.arange(n) for n in (5, 9, 2)])[None]
+    shapes = [(1, heads, 16, 8) for heads in (4, 2, 2)]
+    near = {"causal": causal, "window": window, "softcap": softcap}
+    wanted = with_gradients(
+        lambda q, k, v: reference.attention(q, k, v, segments, **near), shapes, "cpu"
+    )
+    context = with_layout(Context(segments.cuda(), positions.cuda()))
+    found = with_gradients(
+        lambda q, k, v: attention.rows_attention(q, k, v, context, **near), shapes, "cuda"
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_loss_on_a_gpu_is_that_of_the_logits(softcap: float | None) -> None:
+    targets = torch.tensor([3, 0, 63, IGNORE, 7])
+
+    def written_out(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden @ weight.t()
+        capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return reference.token_losses(capped, targets)
+
+    def in_pieces(hidden: Tensor, weight: Tensor) -> Tensor:
+        few = 2 * 64 * 4  # two positions a piece
+        there = targets.to(hidden.device)
+        return linear_cross_entropy(hidden, weight, there, softcap=softcap, piece_bytes=few)
+
+    shapes = [(5, 16), (64, 16)]
+    wanted = with_gradients(written_out, shapes, "cpu")
+    for one, other in zip(with_gradients(in_pieces, shapes, "cuda"), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+def test_a_low_rank_change_on_a_gpu_is_that_of_the_changed_weight() -> None:
+    shapes = [(6, 16), (12, 16), (3, 16), (12, 3)]
+    wanted = with_gradients(
+        lambda x, w, a, b: reference.low_rank_linear(x, w, a, b, 0.5), shapes, "cpu"
+    )
+    found = with_gradients(lambda x, w, a, b: low_rank_add(x, x @ w.t(), a, b, 0.5), shapes, "cuda")
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize(
+    "way", [{"recompute": True}, {"recompute": "selective"}, {"compile": True}]
+)
+def test_blocks_run_otherwise_on_a_gpu_learn_the_same(tmp_path: Path, way: dict[str, Any]) -> None:
+    plain = trained("cuda", tmp_path / "plain")
+    assert furthest(plain, trained("cuda", tmp_path / "other", **way)) < 1e-3
+
+
+def with_gradients(
+    function: Callable[..., Tensor], shapes: Sequence[tuple[int, ...]], device: str
+) -> list[Tensor]:
+    """A function's value and gradients on tensors that are the same on every device: fp64 on a CPU, fp32 elsewhere."""
+    draw = torch.Generator().manual_seed(0)
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    given = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+    for tensor in given:
+        tensor.requires_grad_()
+    value = function(*given)
+    towards = torch.linspace(-1, 1, value.numel()).view(value.shape).to(value)
+    found = [value.detach(), *torch.autograd.grad(value, given, towards)]
+    return [one.cpu().double() for one in found]
+
+
+def test_the_comparison_of_operations_sees_a_wrong_one() -> None:
+    shapes = [(6, 16), (12, 16), (3, 16), (12, 3)]
+    right, wrong = (
+        with_gradients(lambda x, w, a, b, s=s: low_rank_add(x, x @ w.t(), a, b, s), shapes, "cpu")
+        for s in (0.5, 0.51)
+    )
+    written_out = with_gradients(
+        lambda x, w, a, b: reference.low_rank_linear(x, w, a, b, 0.5), shapes, "cpu"
+    )
+    for one, other in zip(right, written_out, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    # The value, and the gradients of the input and of A and B; that of the weight is the same.
+    apart = [
+        not torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(right, wrong, strict=True)
+    ]
+    assert apart == [True, True, False, True, True]
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ Liger's fused linear cross-entropy, whose formulas (not code) agree with these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,15 @@ class _Head:
         size = -(-positions // count) if count else 0
         return (slice(i, min(i + size, positions)) for i in range(0, positions, size or 1))
 
+    def room(self, positions: int, weight_VD: Tensor, wide: torch.dtype) -> _Room:
+        """What all pieces of so many positions are computed in."""
+        parts = list(self.pieces(positions, weight_VD.shape[0], wide))
+        most = max((part.stop - part.start for part in parts), default=0)
+        narrow = weight_VD.new_empty(most, weight_VD.shape[0])
+        return _Room(
+            narrow, narrow if narrow.dtype == wide else torch.empty_like(narrow, dtype=wide)
+        )
+
     def logits_(self, products_CV: Tensor) -> Tensor:
         """Logits, in the products' place."""
         if self.scale != 1.0:
@@ -85,11 +94,29 @@ class _Head:
             products_CV.div_(self.softcap).tanh_().mul_(self.softcap)
         return products_CV
 
-    def slope_(self, gradient_CV: Tensor, logits_CV: Tensor) -> Tensor:
-        """Turns a gradient by the logits into one by the products, in place; uses the logits up."""
-        if self.softcap is not None:
-            gradient_CV.mul_(logits_CV.div_(self.softcap).square_().neg_().add_(1))
-        return gradient_CV.mul_(self.scale) if self.scale != 1.0 else gradient_CV
+    def bend(self, logits_CV: Tensor) -> Tensor | float | None:
+        """∂logit/∂product; None where it is 1."""
+        if self.softcap is None:
+            return None if self.scale == 1.0 else self.scale
+        return (logits_CV / self.softcap).square_().neg_().add_(1).mul_(self.scale)
+
+
+class _Room(NamedTuple):
+    """Memory that all pieces share: fresh memory of that size would cost the system more than it costs to fill.
+
+    Attributes:
+        narrow: in the head's own type, for products and for slopes.
+        wide: in fp32 or wider, for logits; the same where the head is as wide.
+    """
+
+    narrow: Tensor
+    wide: Tensor
+
+    def narrowed(self, slope_CV: Tensor) -> Tensor:
+        """A slope in the head's own type; the products are used up by then."""
+        if slope_CV.dtype == self.narrow.dtype:
+            return slope_CV
+        return self.narrow[: slope_CV.shape[0]].copy_(slope_CV)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,12 +134,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains = any(ctx.needs_input_grad[1:3])
         ahead = ctx.needs_input_grad[0] and not trains
         gradient_ND = torch.empty_like(hidden_ND) if ahead else None
+        room = head.room(hidden_ND.shape[0], weight_VD, wide)
         for part in head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
-            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, head, wide)
-            losses_N[part], logsum_C1 = _losses(logits_CV, targets_N[part])
+            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, head, room)
+            bend_CV = head.bend(logits_CV) if ahead else None
+            losses_N[part], total_C1 = _losses_(logits_CV, targets_N[part])
             if gradient_ND is not None:
-                slope_CV = _slope(logits_CV, logsum_C1, targets_N[part], head)
-                torch.mm(slope_CV.to(hidden_ND.dtype), weight_VD, out=gradient_ND[part])
+                slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV)
+                torch.mm(room.narrowed(slope_CV), weight_VD, out=gradient_ND[part])
         ctx.head = head
         ctx.ahead = ahead
         if gradient_ND is not None:
@@ -133,14 +162,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         by_bias = bias_V.new_zeros(bias_V.shape, dtype=wide) if ctx.needs_input_grad[2] else None
+        room = ctx.head.room(hidden_ND.shape[0], weight_VD, wide)
         for part in ctx.head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
-            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, ctx.head, wide)
-            logsum_C1 = torch.logsumexp(logits_CV, dim=-1, keepdim=True)
-            slope_CV = _slope(logits_CV, logsum_C1, targets_N[part], ctx.head)
+            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, ctx.head, room)
+            bend_CV = ctx.head.bend(logits_CV)
+            _, total_C1 = _losses_(logits_CV, targets_N[part])
+            slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV)
             slope_CV.mul_(above_N[part, None])
             if by_bias is not None:
                 by_bias += slope_CV.sum(0)
-            narrow_CV = slope_CV.to(hidden_ND.dtype)
+            narrow_CV = room.narrowed(slope_CV)
             if by_hidden is not None:
                 torch.mm(narrow_CV, weight_VD, out=by_hidden[part])
             if by_weight is not None:
@@ -155,27 +186,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: _Head, wide: torch.dtype
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: _Head, room: _Room
 ) -> Tensor:
-    """Logits of a piece in the wide type, in memory of their own."""
-    products_CV = hidden_CD @ weight_VD.t()
+    """Logits of a piece in the wide type."""
+    count = hidden_CD.shape[0]
+    products_CV = torch.mm(hidden_CD, weight_VD.t(), out=room.narrow[:count])
     if bias_V is not None:
         products_CV += bias_V
-    return head.logits_(products_CV.to(wide))
+    wide_CV = room.wide[:count]
+    return head.logits_(products_CV if room.wide is room.narrow else wide_CV.copy_(products_CV))
 
 
-def _losses(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (C,) and the logarithms of the softmax's denominators (C, 1)."""
-    logsum_C1 = torch.logsumexp(logits_CV, dim=-1, keepdim=True)
+def _losses_(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses (C,) and the denominators of the softmax (C, 1), whose numerators take the logits' place."""
     picked_C = logits_CV.gather(1, targets_C.clamp(min=0)[:, None])[:, 0]
-    return (logsum_C1[:, 0] - picked_C).masked_fill_(targets_C == IGNORE, 0.0), logsum_C1
+    most_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    total_C1 = logits_CV.sub_(most_C1).exp_().sum(dim=-1, keepdim=True)
+    losses_C = (most_C1 + total_C1.log())[:, 0] - picked_C
+    return losses_C.masked_fill_(targets_C == IGNORE, 0.0), total_C1
 
 
-def _slope(logits_CV: Tensor, logsum_C1: Tensor, targets_C: Tensor, head: _Head) -> Tensor:
-    """∂loss/∂products; where the logits are not needed again their memory is taken."""
-    source = logits_CV if head.softcap is None else logits_CV.clone()
-    gradient_CV = source.sub_(logsum_C1).exp_()
+def _slope_(
+    numerators_CV: Tensor, total_C1: Tensor, targets_C: Tensor, bend: Tensor | float | None
+) -> Tensor:
+    """∂loss/∂products, in the numerators' place."""
+    gradient_CV = numerators_CV.div_(total_C1)
     rows_C = torch.arange(targets_C.shape[0], device=targets_C.device)
     gradient_CV[rows_C, targets_C.clamp(min=0)] -= 1
     gradient_CV.masked_fill_((targets_C == IGNORE)[:, None], 0.0)
-    return head.slope_(gradient_CV, logits_CV)
+    return gradient_CV if bend is None else gradient_CV.mul_(bend)
