@@ -149,4 +149,6 @@ def test_a_model_without_blocks_cannot_recompute_them() -> None:
     flat = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TechniqueError, match=r"train\.recompute"):
         Blocks(flat, True)
+    with pytest.raises(TechniqueError, match=r"train\.compile"):
+        Blocks(flat, must_compile=True)
     Blocks(flat)  # nothing is asked of it

@@ -48,14 +48,18 @@ class Blocks:
         compiled: whether they run compiled.
     """
 
-    def __init__(self, model: nn.Module, recompute: Recompute = False) -> None:
+    def __init__(
+        self, model: nn.Module, recompute: Recompute = False, *, must_compile: bool = False
+    ) -> None:
         """Changes nothing yet.
 
         Raises:
-            TechniqueError: blocks are to be recomputed, and the model has none.
+            TechniqueError: blocks are to be recomputed or compiled, and the model has none.
         """
         if recompute is not False:
             seams.require_stack(model, "train.recompute")
+        if must_compile:
+            seams.require_stack(model, "train.compile")
         self.blocks = [block for stack in seams.stacks(model).values() for block in stack]
         self.recompute: Recompute = recompute
         self.compiled = False

@@ -96,7 +96,9 @@ class Job:
         resolved = self.options.config or self._as_config(data, val)
         # What the settings cannot make is refused before a run that is there is removed.
         self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
-        self.blocks = Blocks(self.model, self.settings.recompute)
+        self.blocks = Blocks(
+            self.model, self.settings.recompute, must_compile=self.settings.compile is True
+        )
         with folder.claimed(
             self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
         ):
