@@ -13,12 +13,11 @@ tokens a second, and stand beside the base's.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ def measured(models: dict[str, Any], sizes: Sizes, work: str) -> list[Any]:
 
     figures = []
     for metric, run, tokens in works(models["base"], sizes):
-        speeds = interleaved(models, run, tokens, sizes.windows)
+        speeds = of_each(models, run, tokens, sizes.windows)
         figures += [
             Figure("merge", work, name, metric, "tokens/s", speeds[name], "base", speeds["base"])
             for name in ("merged", "unmerged")
@@ -140,22 +139,15 @@ def works(base: Any, sizes: Sizes) -> Sequence[tuple[str, Run, int]]:
     )
 
 
-def interleaved(models: dict[str, Any], run: Run, tokens: int, windows: int) -> dict[str, float]:
+def of_each(models: dict[str, Any], run: Run, tokens: int, windows: int) -> dict[str, float]:
     """Median speed of each model in tokens a second, the models taking turns."""
     import torch
 
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+    from bench.kit.turns import interleaved
+
     with torch.inference_mode():
-        for model in models.values():
-            run(model)
-        names = list(models)
-        for window in range(windows):
-            turn = window % len(names)  # each is first in its turn
-            for name in names[turn:] + names[:turn]:
-                began = time.perf_counter()
-                run(models[name])
-                seconds[name].append(time.perf_counter() - began)
-    return {name: tokens / statistics.median(found) for name, found in seconds.items()}
+        found = interleaved({name: partial(run, model) for name, model in models.items()}, windows)
+    return {name: tokens / seconds for name, seconds in found.items()}
 
 
 if __name__ == "__main__":

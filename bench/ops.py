@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,27 +94,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def interleaved(ways: dict[str, Way], times: int) -> dict[str, float]:
-    """Median milliseconds of each way, the ways taking turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()
-    names = list(ways)
-    for turn in range(times):
-        first = turn % len(names)  # each is first in its turn
-        for name in names[first:] + names[:first]:
-            began = time.perf_counter()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(found) * 1e3 for name, found in seconds.items()}
-
-
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
 def attention(sizes: Sizes, dtype: Any) -> list[Any]:
     """Figures of every length, alone and packed."""
     from bench.kit.report import Figure
+    from bench.kit.turns import interleaved
 
     figures: list[Any] = []
     for length in sizes.lengths:
@@ -126,7 +110,7 @@ def attention(sizes: Sizes, dtype: Any) -> list[Any]:
             found = interleaved(attention_ways(rows, dtype), sizes.times)
             figures += [
                 Figure("ops", f"attention, {length} tokens, {work}", peer, "time", "ms",
-                       found["afina"], peer, found[peer])
+                       found["afina"] * 1e3, peer, found[peer] * 1e3)
                 for peer in ("sdpa", "eager")
             ]  # fmt: skip
     return figures
@@ -184,9 +168,10 @@ def attention_ways(lengths: Sequence[int], dtype: Any) -> dict[str, Way]:
 def loss(sizes: Sizes, dtype: Any) -> list[Any]:
     """Time and memory of the loss."""
     from bench.kit.report import Figure
+    from bench.kit.turns import interleaved
 
     ways = {name: loss_way(name, sizes.positions, dtype) for name in ("afina", "logits")}
-    found = interleaved(ways, sizes.times)
+    found = {way: seconds * 1e3 for way, seconds in interleaved(ways, sizes.times).items()}
     work = f"loss, {sizes.positions} positions"
     name = str(dtype).removeprefix("torch.")
     held = {way: held_mib(way, sizes.positions, name) for way in ways}

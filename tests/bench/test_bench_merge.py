@@ -35,6 +35,6 @@ def test_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_models_take_turns() -> None:
     asked: list[str] = []
     models: dict[str, Any] = {"base": "b", "unmerged": "u", "merged": "m"}
-    speeds = merge.interleaved(models, asked.append, 10, windows=2)
+    speeds = merge.of_each(models, asked.append, 10, windows=2)
     assert "".join(asked) == "bum" + "bum" + "umb"  # the first round warms up
     assert set(speeds) == set(models)
