@@ -37,6 +37,7 @@ def facts() -> dict[str, Any]:
     """Versions, devices, threads, CPU and cache, as plain values; sizes in bytes."""
     import torch
 
+    from afina.cli import compiled
     from afina.models import cache, precision
 
     devices = ["cpu"]
@@ -66,6 +67,7 @@ def facts() -> dict[str, Any]:
         },
         "memory_bytes": _memory_bytes(),
         "cache": str(cache.root()),
+        "compiled": str(compiled.folder()),
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -76,6 +78,7 @@ def facts() -> dict[str, Any]:
                 "AFINA_CACHE",
                 "CUDA_VISIBLE_DEVICES",
                 "OMP_NUM_THREADS",
+                "TORCHINDUCTOR_CACHE_DIR",
             )
         },
     }
@@ -129,5 +132,6 @@ def _lines(found: dict[str, Any]) -> dict[str, str]:
         "memory": f"{memory / 2**30:.1f} GiB" if memory else "unknown",
         "precision": f"weights {chosen['base']}, computed in {chosen['compute']}: {chosen['reason']}",
         "cache": found["cache"],
+        "compiled": f"{found['compiled']} (compiled blocks, for the runs to come)",
         **found["variables"],
     }

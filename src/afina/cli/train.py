@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from afina.cli import compiled
 from afina.cli.starting import is_finished, scoring, sources_of, start_from
 
 EXAMPLES = (
@@ -119,8 +120,9 @@ def command(
     way = {"resume": resume, "overwrite": overwrite}
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
     start = {"source": init_from, "allow_partial": allow_partial}
-    reads = sources_of(resolved.config, config, init_from)
-    _run(resolved, out, hub, start=start, way=way, changing=changing, reads={} if resume else reads)
+    reads = {} if resume else sources_of(resolved.config, config, init_from)
+    with compiled.kept():
+        _run(resolved, out, hub, start=start, way=way, changing=changing, reads=reads)
 
 
 def refuse_contradictions(given: Mapping[str, Any]) -> None:
