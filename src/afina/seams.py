@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from afina.errors import ModelError, TechniqueError
 
@@ -239,6 +239,19 @@ def _features(module: nn.Module, kind: MapKind) -> tuple[int, int]:
     weight = module.get_parameter("weight")
     first, second = weight.shape
     return (first, second) if kind in ("conv1d", "embedding") else (second, first)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight that a map computes with, as it is stored, without its gradient: what to read a base's values by.
+
+    Args:
+        module: a linear, `Conv1D` or embedding, whatever its weight is kept in.
+
+    Returns:
+        A floating-point tensor: of a linear (out, in), of a `Conv1D` (in, out). It is to be read and not written, for it
+        may be the model's own.
+    """
+    return module.get_parameter("weight").detach()
 
 
 def attention_modules(model: nn.Module) -> list[str]:
