@@ -1,16 +1,16 @@
-"""Tiled attention against the whole matrix in fp64: values, gradients, log-sum-exp, key mass, memory."""
+"""Tiled attention against the whole matrix in fp64: values, gradients, log-sum-exp, key mass."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from afina.ops.tiles import Rule, attend, key_mass
 from afina.types import Places
@@ -146,43 +146,6 @@ def test_dropout_keeps_the_mean() -> None:
     assert float(out.std()) > 0.02
 
 
-class Sizes(TorchDispatchMode):
-    """The widest tensor made inside the block, in numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.widest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(one, Tensor):
-                self.widest = max(self.widest, one.numel())
-        return out
-
-
-def test_memory_is_linear_in_the_length() -> None:
-    widest: list[int] = []
-    saved: list[int] = []
-    for length in (64, 128, 256):
-        tensors = draw(1, 1, 2, length, length, 4)
-        rule = Rule(True, tile_numbers=8 * length)
-        kept: dict[int, int] = {}
-
-        def pack(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // t.itemsize
-            return t
-
-        with Sizes() as sizes, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out, _ = attend(*tensors, evenly(1, length), rule)
-            out.sum().backward()
-        widest.append(sizes.widest)
-        saved.append(sum(kept.values()))
-    # q, k, v, out of 4 numbers and the log-sum-exp: (2 + 1 + 1 + 2) · 4 + 2 a token.
-    assert saved == [26 * n for n in (64, 128, 256)]
-    assert widest == [8 * n for n in (64, 128, 256)]
-
-
 def test_one_tile_or_many_agree_in_half_precision() -> None:
     q, k, v = (x.detach().bfloat16() for x in draw(2, 1, 3, 40, 40, 16))
     rows = evenly(2, 40)
@@ -192,6 +155,51 @@ def test_one_tile_or_many_agree_in_half_precision() -> None:
         assert out.dtype == torch.bfloat16
         assert logsum.dtype == torch.float32
         assert float((out.double() - exact).norm() / exact.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_in_fp32_all_is_within_1e_5_of_fp64_where_no_tile_ends_with_the_row(causal: bool) -> None:
+    """K1 of the known values."""
+    length, rows = 101, evenly(2, 101)
+    wide = draw(2, 2, 3, length, length, 16)
+    narrow = [x.detach().float().requires_grad_(True) for x in wide]
+    rule = Rule(causal, tile_numbers=2 * 6 * length * 8)  # 8 queries a tile
+    out, logsum = attend(*narrow, rows, rule)
+    wanted, wanted_logsum, _ = whole(*wide, rows, rule)
+    towards = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=F64)
+    pairs = [
+        (out, wanted),
+        (logsum, wanted_logsum),
+        *zip(
+            torch.autograd.grad(out, narrow, towards.float()),
+            torch.autograd.grad(wanted, wide, towards),
+            strict=True,
+        ),
+    ]
+    for one, other in pairs:
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_masses_are_those_of_flash_colreduce(causal: bool) -> None:
+    """K3 of the known values: the naive function of a public package, which stands every query at the row's end."""
+    there = importlib.util.find_spec("flash_colreduce")
+    if there is None or there.origin is None:
+        pytest.skip("flash-colreduce is not installed (pip install --no-deps flash-colreduce)")
+    # The package itself would import Triton.
+    file = Path(there.origin).with_name("naive.py")
+    spec = importlib.util.spec_from_file_location("naive_colreduce", file)
+    assert spec is not None
+    assert spec.loader is not None
+    naive = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(naive)
+    q, k, v = (x.detach() for x in draw(2, 2, 3, 20, 33, 8))
+    first = torch.full((2,), 13 if causal else 0)
+    rows = Places.of(first, torch.full((2,), 33))
+    rule = Rule(causal, tile_numbers=500)
+    mass = key_mass(q, k, attend(q, k, v, rows, rule)[1], rows, rule)
+    theirs = naive.naive_colreduce(q, k.repeat_interleave(3, 1), reduction="sum", is_causal=causal)
+    torch.testing.assert_close(mass, theirs.sum(1), rtol=0, atol=1e-12)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
