@@ -1,7 +1,8 @@
 """Where an adapter comes from: `afina.json` for programs, and the model card for people.
 
     {"format": 1, "afina": "0.1.0",
-     "base": {"name": …, "revision": …, "fingerprint": …, "trained": [tensors of the base that the adapter brings]},
+     "base": {"name": …, "revision": …, "fingerprint": … or null where it is not known,
+              "trained": [tensors of the base that the adapter brings]},
      "techniques": [{"lora": {…}}], "data": {…}, "settings": {…}, "scores": {…}}
 
 Nothing in either depends on the time, the machine or the folder: equal adapters have equal files.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,7 @@ from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json
 from afina.errors import AdapterError
 from afina.models.demo import DEMOS
-from afina.tree import Edit
+from afina.tree import Edit, Technique
 
 FORMAT = 1
 """The form of `afina.json`; a reader refuses later ones."""
@@ -61,18 +62,32 @@ class Base:
 
 
 def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
-    """The contents of `afina.json`."""
+    """The contents of `afina.json` for an edit."""
+    about = {
+        "name": base,
+        "revision": record.revision,
+        "fingerprint": base_fingerprint(edit.model, edit),
+        "trained": sorted(edit.in_place),
+    }
+    return contents_of(about, edit.techniques, record)
+
+
+def contents_of(
+    base: Mapping[str, Any], techniques: Iterable[Technique], record: Record
+) -> dict[str, Any]:
+    """The contents of `afina.json`.
+
+    Args:
+        base: its name, revision, fingerprint (None where nobody knows it), and what of it the adapter brings.
+        techniques: of the adapter.
+        record: what is known beside that.
+    """
     return _plain(
         {
             "format": FORMAT,
             "afina": version("afina"),
-            "base": {
-                "name": base,
-                "revision": record.revision,
-                "fingerprint": base_fingerprint(edit.model, edit),
-                "trained": sorted(edit.in_place),
-            },
-            "techniques": [{t.key: t.model_dump(mode="json")} for t in edit.techniques],
+            "base": base,
+            "techniques": [{t.key: t.model_dump(mode="json")} for t in techniques],
             "data": record.data,
             "settings": record.settings,
             "scores": record.scores,
@@ -80,8 +95,19 @@ def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
     )
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings that `afina.json` has; none where there is no such file, or it cannot be read."""
+    try:
+        found = read_json(folder / RECORD, "the adapter's record").get("settings")
+    except AdapterError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_record(folder: Path) -> Base | None:
-    """What `afina.json` says about the base; None when there is no such file, as in adapters that PEFT wrote.
+    """What `afina.json` says about the base; None when there is no such file, or it says that nobody knows.
+
+    PEFT writes no such file, and what is computed from its adapters alone has no fingerprint.
 
     Raises:
         AdapterError: when the file cannot be read, or is of a later form.
@@ -98,6 +124,8 @@ def read_record(folder: Path) -> Base | None:
             cure="use that version of afina; without the file the base cannot be checked",
         )
     base: Any = found.get("base")
+    if isinstance(base, dict) and "fingerprint" in base and base["fingerprint"] is None:
+        return None
     fingerprint = base.get("fingerprint") if isinstance(base, dict) else None
     trained = base.get("trained", []) if isinstance(base, dict) else None
     if not isinstance(fingerprint, str) or not isinstance(trained, list):
@@ -127,7 +155,7 @@ def card(found: Mapping[str, Any], tensors: Mapping[str, Tensor], *, chats: bool
     facts = {
         "base model": base,
         **({"its revision": revision} if revision else {}),
-        "its fingerprint": found["base"]["fingerprint"],
+        "its fingerprint": found["base"]["fingerprint"] or "not known",
         "tensors": f"{len(tensors)} with {numbers:,} numbers",
         "made by": f"afina {found['afina']}",
     }
