@@ -194,6 +194,30 @@ def test_every_optimiser_that_is_offered_moves_a_matrix(name: str) -> None:
     assert not torch.equal(own["x"], before["x"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(optimisers.kinds()))
+def test_tensors_that_move_one_by_one_move_as_all_at_once(name: str, dtype: torch.dtype) -> None:
+    at_once, one_by_one = (
+        {n: own[n] for n in ("x", "z")} for own in (tensors(dtype), tensors(dtype))
+    )
+    whole, parts = (Optimiser(own, {"z": 2.0}, name, OPTIONS) for own in (at_once, one_by_one))
+    for step in range(3):
+        run(whole, at_once, range(step, step + 1))
+        gradients(one_by_one, step)
+        parts.set_lr(0.01 * (step + 1))
+        for n in reversed(one_by_one):
+            others = values(one_by_one)
+            parts.step_of(n)
+            moved = [o for o in others if not torch.equal(one_by_one[o], others[o])]
+            # Adadelta's first steps are smaller than the spacing of bf16.
+            assert moved == [n] or (not moved and dtype == torch.bfloat16)
+            one_by_one[n].grad = None
+    for n in at_once:
+        assert torch.equal(at_once[n], one_by_one[n])
+    for key, value in whole.state_tensors().items():
+        assert torch.equal(parts.state_tensors()[key], value), key
+
+
 def test_what_an_optimiser_takes_is_asked_of_it() -> None:
     found = {n: optimisers.takes(optimisers.kind_of(n), "betas") for n in ("AdamW", "sgd")}
     assert found == {"AdamW": True, "sgd": False}

@@ -40,6 +40,8 @@ class Optimiser:
             members = [n for n in self.names if scales.get(n, 1.0) == scale]
             groups.append({"params": [self._masters[n] for n in members], "scale": scale})
         self.inner = _build(groups, name, options)
+        groups_of = {id(p): group for group in self.inner.param_groups for p in group["params"]}
+        self._group_of = {n: groups_of[id(master)] for n, master in self._masters.items()}
 
     def set_lr(self, lr: float) -> None:
         """Sets the run's rate; each group takes its multiple of it."""
@@ -57,6 +59,22 @@ class Optimiser:
         for n in halves:
             self._tensors[n].copy_(self._masters[n])
             self._masters[n].grad = None
+
+    @torch.no_grad()
+    def step_of(self, name: str) -> None:
+        """One step of one tensor, on the gradient that it holds: bit for bit its part of `step`."""
+        tensor, master = self._tensors[name], self._masters[name]
+        if master is not tensor:
+            master.grad = None if tensor.grad is None else tensor.grad.float()
+        every = self.inner.param_groups
+        self.inner.param_groups = [{**self._group_of[name], "params": [master]}]
+        try:
+            self.inner.step()
+        finally:
+            self.inner.param_groups = every
+        if master is not tensor:
+            tensor.copy_(master)
+            master.grad = None
 
     def clear_gradients(self) -> None:
         """Drops every gradient."""
