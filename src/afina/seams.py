@@ -20,6 +20,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from afina.errors import ModelError, TechniqueError
+from afina.ops.packed import dense
 
 MapKind = Literal["linear", "conv1d", "embedding"]
 
@@ -245,13 +246,13 @@ def weight_of(module: nn.Module) -> Tensor:
     """The weight that a map computes with, as it is stored, without its gradient: what to read a base's values by.
 
     Args:
-        module: a linear, `Conv1D` or embedding, whatever its weight is kept in.
+        module: a linear, `Conv1D` or embedding; a quantised weight is computed back.
 
     Returns:
-        A floating-point tensor: of a linear (out, in), of a `Conv1D` (in, out). It is to be read and not written, for it
-        may be the model's own.
+        A floating-point tensor: of a linear (out, in), of a `Conv1D` (in, out). To be read and not written, for it may
+        be the model's own.
     """
-    return module.get_parameter("weight").detach()
+    return dense(module.get_parameter("weight"))
 
 
 def attention_modules(model: nn.Module) -> list[str]:

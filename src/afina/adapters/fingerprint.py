@@ -20,14 +20,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from afina.ops.packed import PackedWeight
+from afina.ops.sample import sample
 from afina.tree import Delta, Edit
-
-SAMPLES = 64
-"""Values of each tensor that are looked at; of a tensor that is no larger, all."""
-
-_STRIDE = 2654435761
-"""A large prime: its multiples, modulo the size of a tensor, fall into all rows and columns."""
-
 
 Read = Callable[[str], Tensor]
 """The values of a base tensor, by its name in the model."""
@@ -69,11 +64,11 @@ def _fingerprint(
     for name, parameter in _base(model).items():
         if id(parameter) in left_out:
             continue
-        sample = _sample(parameter.detach() if read is None else read(name))
-        half |= sample.dtype == torch.float16
+        seen = _sampled(parameter if read is None else read(name))
+        half |= seen.dtype == torch.float16
         head = f"{_lasting(name)}{tuple(parameter.shape)}".encode()
-        values.append(hashlib.sha256(head + _as_bf16(sample)).digest())
-        negative = torch.signbit(sample.double()).numpy().tobytes()
+        values.append(hashlib.sha256(head + _as_bf16(seen)).digest())
+        negative = torch.signbit(seen.double()).numpy().tobytes()
         signs.append(hashlib.sha256(head + negative).digest())
     kind = "fp16" if half else "bf16"
     return f"{kind}:{_together(values)}+signs:{_together(signs)}"
@@ -116,15 +111,16 @@ def _base(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if id(p) not in attached}
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Up to `SAMPLES` values of a tensor, spread over it, on the CPU."""
-    places = torch.arange(min(SAMPLES, tensor.numel()), device=tensor.device) * _STRIDE
-    return tensor.reshape(-1)[places % max(1, tensor.numel())].cpu()
+def _sampled(parameter: Tensor) -> Tensor:
+    """Some of its values, on the CPU; of a quantised weight those of the weight that it was made of."""
+    if isinstance(parameter, PackedWeight):
+        return parameter.kept.cpu()
+    return sample(parameter.detach()).cpu()
 
 
-def _as_bf16(sample: Tensor) -> bytes:
-    """The bytes of the values, rounded once; those of a quantised tensor as they are."""
-    if sample.is_floating_point():
+def _as_bf16(seen: Tensor) -> bytes:
+    """The bytes of the values, rounded once; those of whole numbers as they are."""
+    if seen.is_floating_point():
         # Through fp32, as torch itself casts fp64, so that a load in fp64 and one in fp32 agree.
-        sample = sample.float().bfloat16().view(torch.int16)
-    return sample.numpy().tobytes()
+        seen = seen.float().bfloat16().view(torch.int16)
+    return seen.numpy().tobytes()
