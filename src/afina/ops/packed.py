@@ -49,7 +49,7 @@ class PackedWeight(Tensor):
         parts = (self.codes, self.scales, self.second, self.offset)
         return Quantised(self.shape, self.scheme, *parts)
 
-    def values(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
         """What is computed with, as an ordinary tensor.
 
         Args:
@@ -114,7 +114,7 @@ class PackedWeight(Tensor):
         if func is aten._to_copy.default:
             return _moved(args[0], kwargs or {})
         _refuse_writing(func, args, kwargs or {})
-        args, kwargs = tree_map_only(PackedWeight, PackedWeight.values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(PackedWeight, PackedWeight.unpacked, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -167,7 +167,7 @@ def _made(parts: Mapping[str, Tensor], shape: torch.Size, about: Mapping[str, An
 
 def dense(weight: Tensor) -> Tensor:
     """The values of a weight, packed or not, as an ordinary tensor without gradient; it may be the weight's own."""
-    return weight.values() if isinstance(weight, PackedWeight) else weight.detach()
+    return weight.unpacked() if isinstance(weight, PackedWeight) else weight.detach()
 
 
 def stored_bytes(tensor: Tensor) -> int:
@@ -194,7 +194,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **factors: Any) -> Tensor:
     if ordinary and isinstance(mat2, PackedWeight) and not factors:
         y = multiply(mat1, cast("Any", mat2), transposed=True)
         return y + input.to(y.dtype)
-    values = tree_map_only(PackedWeight, PackedWeight.values, [input, mat1, mat2])
+    values = tree_map_only(PackedWeight, PackedWeight.unpacked, [input, mat1, mat2])
     return torch.addmm(*values, **factors)
 
 
@@ -206,7 +206,7 @@ def _moved(weight: PackedWeight, kwargs: Mapping[str, Any]) -> Tensor:
     """The packed weight on another device, or said to be of another type; its scales stay as they are."""
     dtype = kwargs.get("dtype") or weight.dtype
     if not dtype.is_floating_point:
-        return weight.values().to(dtype)
+        return weight.unpacked().to(dtype)
     device = kwargs.get("device") or weight.device
     waits = bool(kwargs.get("non_blocking", False))
     return weight.changed(lambda part: part.to(device, non_blocking=waits, copy=True), dtype)

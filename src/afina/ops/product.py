@@ -24,7 +24,7 @@ class Packed(Protocol):
 
     compute: torch.dtype | None
 
-    def values(self, dtype: torch.dtype | None = None) -> Tensor:
+    def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
         """Its values, of that type."""
         ...
 
@@ -61,5 +61,5 @@ class _Product(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Packed, transposed: bool) -> Tensor:
     compute = weight.compute or x.dtype
-    values = weight.values(compute)
+    values = weight.unpacked(compute)
     return F.linear(x.to(compute), values.t() if transposed else values).to(x.dtype)
