@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
@@ -218,14 +220,46 @@ def _shaped(weight: Tensor, scheme: Scheme, blocks: int) -> Quantised:
 
 
 def dequantise(packed: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values w', computed in fp32 and rounded once, to `dtype`."""
+    """The values w', computed in fp32 and rounded once, to `dtype`.
+
+    On a CUDA device bitsandbytes computes those of nf4, where it is installed: the same values, in one kernel.
+    """
     scales_N = scales_of(packed)
     numbers, block = math.prod(packed.shape), packed.scheme.block
-    if packed.scheme.kind == "int8":
+    if packed.codes.is_cuda and library_takes(packed.scheme, dtype):
+        values_NB = by_library(packed, scales_N, dtype)
+    elif packed.scheme.kind == "int8":
         values_NB = packed.codes.view(-1, block).to(torch.float32).mul_(scales_N[:, None])
     else:
         values_NB = _levels_of(packed.codes).view(-1, block).mul_(scales_N[:, None])
     return values_NB.to(dtype).view(-1)[:numbers].view(packed.shape)
+
+
+LIBRARY_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+"""Sizes of blocks that bitsandbytes has kernels for, on every device that it supports."""
+
+
+def library_takes(scheme: Scheme, dtype: torch.dtype) -> bool:
+    """Whether bitsandbytes is there and has a kernel for this."""
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    fits = scheme.kind == "nf4" and scheme.block in LIBRARY_BLOCKS and dtype in types
+    return fits and not torch.compiler.is_compiling() and _library() is not None
+
+
+def by_library(packed: Quantised, scales_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values (N, B) of nf4 as bitsandbytes computes them."""
+    shape = (len(scales_N), packed.scheme.block)
+    kernel = cast("Callable[..., Tensor]", _library())
+    return kernel(packed.codes, scales_N, packed.scheme.block, "nf4", shape, dtype)
+
+
+@cache
+def _library() -> Any:
+    """The kernel of bitsandbytes; None where it is not installed."""
+    if find_spec("bitsandbytes") is None:
+        return None
+    import_module("bitsandbytes")
+    return torch.ops.bitsandbytes.dequantize_4bit
 
 
 def scales_of(packed: Quantised) -> Tensor:
