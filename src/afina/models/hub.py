@@ -18,6 +18,7 @@ import torch
 from ..errors import ConfigError, ModelError
 from ..places import exists, local
 from .locate import resolve
+from .packing import Packer, Packing, check_packer
 from .precision import choose, parse_device
 from .strict import check_loaded
 from .tokenizer import check_vocabulary, repair_pad
@@ -36,6 +37,7 @@ def load(
     *,
     task: Task | None = None,
     num_labels: int | None = None,
+    quantize: Packer | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     offline: bool | None = None,
@@ -48,6 +50,8 @@ def load(
         device: None is the first CUDA device, else the CPU.
         task: None asks the config: a causal language model, an encoder, or a classifier of whole texts.
         num_labels: classes of a new classification head (its weights are drawn from a fixed seed).
+        quantize: an `afina.Quantize`: weights are packed one by one while they are read, so that the model is never in
+            memory unpacked.
         revision: of a hub id: branch, tag or commit.
         token: of the Hub.
         offline: True downloads nothing; None follows $HF_HUB_OFFLINE.
@@ -55,15 +59,18 @@ def load(
     Raises:
         ModelError: not found, not usable, or not safe; the message says what to do.
         ConfigError: unknown dtype or task, or what is no name or number.
+        TechniqueError: the weights cannot be quantised so.
     """
     _check_task(task, num_labels)
+    check_packer(quantize)
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
     _warn_unverified(source, folder)
     config = _config(folder)
     kind = task or task_of(config, num_labels)
     started = time.perf_counter()
-    model = _model(folder, config, kind, precision.base, num_labels)
+    packing = None if quantize is None else Packing(quantize, place)
+    model = _model(folder, config, kind, precision.base, num_labels, packing)
     tokenizer = _tokenizer(folder)
     check_vocabulary(folder, model, tokenizer)
     repair_pad(model, tokenizer)
@@ -181,9 +188,17 @@ def _class_of(kind: Task) -> Any:
     return classes[kind]
 
 
-def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int | None) -> Any:
+def _model(
+    folder: Path,
+    config: Any,
+    kind: Task,
+    base: torch.dtype,
+    labels: int | None,
+    packing: Packing | None,
+) -> Any:
     if labels is not None:
         config.num_labels = labels
+    way = {} if packing is None else {"quantization_config": packing.settings()}
     try:
         # A new head's values must not depend on what was drawn before, nor change what is drawn after.
         with torch.random.fork_rng(devices=[]), quiet():
@@ -197,13 +212,18 @@ def _model(folder: Path, config: Any, kind: Task, base: torch.dtype, labels: int
                 ignore_mismatched_sizes=True,  # check_loaded judges them
                 trust_remote_code=False,
                 local_files_only=True,
+                **way,
             )
     except MemoryError:
         raise
     except (
         Exception
     ) as error:  # what a class of hundreds makes of a config or weights it did not expect
+        if packing is not None and packing.failed is not None:
+            raise packing.failed from None
         raise _no_model(folder, config, kind, error) from error
+    if packing is not None:
+        packing.clean(model)
     check_loaded(folder, loaded, new_head=kind != "causal", model=model)
     return model
 
