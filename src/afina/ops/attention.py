@@ -9,6 +9,7 @@ that travels with the batch (`AttentionMaskInterface` must be registered too, or
 Two things compute it. `ops.tiles` knows everything: soft caps, dropout that can be made again, rows of any length in
 memory that grows with the length alone. PyTorch's own kernels are faster on a GPU, and on a CPU in fp32 (two to three
 times, forward and backward); in bf16 it is the tiles that are faster there, for PyTorch's backward is slow.
+`ops.kernels` is for a GPU and waits to be measured on one: it is taken where it is asked for (`by_kernels`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afina.errors import ModelError
+from afina.errors import ConfigError, ModelError
 from afina.ops import tiles
 from afina.ops.tiles import Rule
-from afina.types import Context, Places
+from afina.types import Context, Layout, Places
 
 NAME = "afina_rows"
 """The name under which the attention function is known to Transformers."""
@@ -33,8 +35,45 @@ NAME = "afina_rows"
 
 def backend(device: torch.device, dtype: torch.dtype) -> str:
     """What computes attention, for the log."""
+    if _kernels:
+        return "afina's Triton kernels, which are unverified on a GPU"
     mine = device.type == "cpu" and dtype != torch.float32
     return "afina's tiles" if mine else "PyTorch's scaled_dot_product_attention"
+
+
+_kernels = False
+
+
+@contextmanager
+def by_kernels(device: torch.device) -> Generator[None, None, None]:
+    """Inside the block `ops.kernels` computes packed rows, where no soft cap and no dropout is asked for.
+
+    Args:
+        device: of the model.
+
+    Raises:
+        ConfigError: there is no Triton, or it cannot run on this device.
+    """
+    global _kernels
+    _refuse_no_kernels(device)
+    before, _kernels = _kernels, True
+    try:
+        yield
+    finally:
+        _kernels = before
+
+
+def _refuse_no_kernels(device: torch.device) -> None:
+    cure = "leave train.attention out: then what is known to work here computes it"
+    if find_spec("triton") is None:
+        raise ConfigError(
+            "train.attention=triton needs the package triton",
+            cure=f"install torch for CUDA, which brings it; or {cure}",
+        )
+    from triton import knobs  # pyright: ignore
+
+    if device.type != "cuda" and not knobs.runtime.interpret:  # pyright: ignore
+        raise ConfigError("train.attention=triton needs a CUDA device", got=str(device), cure=cure)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -62,6 +101,8 @@ def rows_attention(
     layout = context.layout
     if layout is None:
         return _padded(q_BHTD, k_BHTD, v_BHTD, context.segments_BT >= 0, rule)
+    if _kernels and not softcap and not dropout:
+        return _in_kernels(q_BHTD, k_BHTD, v_BHTD, context, layout, rule)
     q_PHD = _call(_Pick, _by_token(q_BHTD), layout.queries_P, layout.back_T)
     if layout.shared:
         k_QKD, v_QKD = (_call(_Copy, _by_token(x), layout.keys_Q) for x in (k_BHTD, v_BHTD))
@@ -133,6 +174,29 @@ def _mask(places: Places, rule: Rule, q: Tensor, k: Tensor) -> Tensor | None:
         return None
     term = torch.zeros(seen_ML.shape, dtype=q.dtype, device=q.device)
     return term.masked_fill_(~seen_ML, -torch.inf)[:, None]
+
+
+def _in_kernels(
+    q: Tensor, k: Tensor, v: Tensor, context: Context, layout: Layout, rule: Rule
+) -> Tensor:
+    """One packed line through `ops.kernels`."""
+    from afina.ops import kernels  # only here: it imports Triton
+
+    keys = [("range", part, rule.causal, rule.window) for part in range(4)]
+    if keys[0] not in layout.masks:
+        how: dict[str, Any] = {"causal": rule.causal, "window": rule.window}
+        made = (
+            kernels.shared_ranges(layout, **how)
+            if layout.shared
+            else kernels.ranges_of(context.segments_BT[0], **how)
+        )
+        layout.masks.update(zip(keys, vars(made).values(), strict=True))
+    ranges = kernels.Ranges(*(cast("Tensor", layout.masks[key]) for key in keys))
+    k_SKD, v_SKD = (_by_token(x) for x in (k, v))
+    if layout.shared:
+        k_SKD, v_SKD = (_call(_Copy, x, layout.keys_Q) for x in (k_SKD, v_SKD))
+    out_THD, _ = kernels.attend(_by_token(q), k_SKD, v_SKD, ranges, scale=rule.scale)
+    return out_THD.transpose(0, 1)[None]
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, valid_BT: Tensor, rule: Rule) -> Tensor:
