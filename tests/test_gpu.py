@@ -95,6 +95,33 @@ def test_attention_on_a_gpu_is_that_of_the_reference(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_our_kernels_on_a_gpu_compute_what_the_reference_does(
+    causal: bool, window: int | None, dtype: torch.dtype, within: float
+) -> None:
+    from afina.ops import kernels
+
+    lengths = (70, 130, 3)
+    segments = torch.tensor([n for n, length in enumerate(lengths) for _ in range(length)])
+    shapes = [(sum(lengths), heads, 64) for heads in (9, 3, 3)]
+    near = {"causal": causal, "window": window}
+
+    def slowly(*tensors: Tensor) -> Tensor:
+        by_head = [x.transpose(0, 1)[None] for x in tensors]
+        return reference.attention(*by_head, segments[None], **near)[0].transpose(0, 1)
+
+    def by_kernels(*tensors: Tensor) -> Tensor:
+        ranges = kernels.ranges_of(segments.to(tensors[0].device), **near)
+        return kernels.attend(*(x.to(dtype) for x in tensors), ranges)[0].to(tensors[0].dtype)
+
+    wanted = with_gradients(slowly, shapes, "cpu")
+    for one, other in zip(with_gradients(by_kernels, shapes, "cuda"), wanted, strict=True):
+        assert float((one - other).norm() / other.norm()) < within
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_loss_on_a_gpu_is_that_of_the_logits(softcap: float | None) -> None:
@@ -131,7 +158,8 @@ def test_a_low_rank_change_on_a_gpu_is_that_of_the_changed_weight() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(
-    "way", [{"recompute": True}, {"recompute": "selective"}, {"compile": True}]
+    "way",
+    [{"recompute": True}, {"recompute": "selective"}, {"compile": True}, {"attention": "triton"}],
 )
 def test_blocks_run_otherwise_on_a_gpu_learn_the_same(tmp_path: Path, way: dict[str, Any]) -> None:
     plain = trained("cuda", tmp_path / "plain")

@@ -1,11 +1,13 @@
 """The Triton kernels in Triton's interpreter: values, log-sum-exp and gradients against the slow reference.
 
 Without the package `triton` they are skipped. It need not be able to compile anything:
-pip install --no-deps --target FOLDER triton, and FOLDER in PYTHONPATH. (`tests/conftest.py` asks for the interpreter.)
+pip install --no-deps --target FOLDER triton, and FOLDER in PYTHONPATH. (`tests/conftest.py` asks for the interpreter,
+where there is no GPU; on one, `tests/test_gpu.py` runs them for real.)
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,18 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from afina.ops import reference
-
-pytest.importorskip(
-    "triton", reason="Triton's interpreter is not here: pip install --no-deps triton"
-)
-
-from afina.ops import attention, kernels
+from afina.ops import attention, reference
 from afina.ops.layout import with_layout
 from afina.types import Context, Run
 from tests.train.kit import ragged_rows, run, weights
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+triton: Any = pytest.importorskip(
+    "triton", reason="Triton's interpreter is not here: pip install --no-deps triton"
+)
+if not triton.knobs.runtime.interpret:
+    pytest.skip("Triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+kernels: Any = importlib.import_module("afina.ops.kernels")
 
 
 def line(lengths: list[int], padding: int = 0) -> Tensor:
@@ -50,12 +52,8 @@ def with_gradients(
         by_head = (x.transpose(0, 1)[None] for x in tensors)
         out = reference.attention(*by_head, segments[None], **rule)[0].transpose(0, 1)  # type: ignore[arg-type]
     else:
-        ranges = kernels.ranges_of(
-            segments.to(DEVICE), causal=rule["causal"], window=rule.get("window")
-        )
-        there = [x.to(DEVICE) for x in tensors]
-        out, _ = kernels.attend(*there, ranges, scale=rule.get("scaling"), tile=tile)  # type: ignore[arg-type]
-        out = out.cpu()
+        ranges = kernels.ranges_of(segments, causal=rule["causal"], window=rule.get("window"))
+        out, _ = kernels.attend(*tensors, ranges, scale=rule.get("scaling"), tile=tile)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
     towards = torch.randn(out.shape, generator=random).to(out) * (segments >= 0)[:, None, None]
     return [out.detach(), *torch.autograd.grad(out, tensors, towards)]
@@ -104,14 +102,14 @@ def test_in_fp32_all_is_within_1e_5() -> None:
 def test_the_log_sum_exp_is_that_of_the_scores_and_minus_infinity_of_padding() -> None:
     segments = line([5, 3], padding=2)
     q, k, v = (x.detach() for x in draw(10, 1, 2, 4, torch.float64))
-    ranges = kernels.ranges_of(segments.to(DEVICE), causal=True)
-    out, logsum = kernels.attend(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), ranges, tile=16)
+    ranges = kernels.ranges_of(segments, causal=True)
+    out, logsum = kernels.attend(q, k, v, ranges, tile=16)
     scores = torch.einsum("ihd,jd->hij", q, k[:, 0]) / 2
     seen = reference.visible(segments[None], causal=True)[0]
     wanted = torch.logsumexp(scores.masked_fill(~seen, -math.inf), -1)
-    torch.testing.assert_close(logsum.cpu(), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(logsum, wanted, rtol=0, atol=1e-12)
     assert logsum[:, 8:].tolist() == [[-math.inf] * 2] * 2
-    assert torch.equal(out[8:].cpu(), torch.zeros(2, 2, 4, dtype=torch.float64))
+    assert torch.equal(out[8:], torch.zeros(2, 2, 4, dtype=torch.float64))
 
 
 def test_who_sees_whom() -> None:
@@ -151,7 +149,7 @@ def test_rows_that_share_their_beginning_see_it(causal: bool, window: int | None
     for tensor in tensors:
         tensor.requires_grad_(True)
     found: list[list[Tensor]] = []
-    for way in (nullcontext(), attention.by_kernels(torch.device(DEVICE))):
+    for way in (nullcontext(), attention.by_kernels(torch.device("cpu"))):
         context = with_layout(Context(owners, owners), runs)
         with way:
             out = attention.rows_attention(*tensors, context, causal=causal, window=window)  # type: ignore[arg-type]
@@ -166,7 +164,7 @@ def test_rows_that_share_their_beginning_see_it(causal: bool, window: int | None
 def test_what_the_kernels_do_not_know_is_computed_otherwise() -> None:
     context = with_layout(Context(line([5])[None], line([5])[None]))
     q, k, v = (x.transpose(0, 1)[None].detach() for x in draw(5, 1, 2, 4, torch.float64))
-    with attention.by_kernels(torch.device(DEVICE)):
+    with attention.by_kernels(torch.device("cpu")):
         capped = attention.rows_attention(q, k, v, context, causal=True, softcap=2.0)
         assert "Triton" in attention.backend(torch.device("cpu"), torch.float32)
     wanted = reference.attention(q, k, v, context.segments_BT, causal=True, softcap=2.0)
