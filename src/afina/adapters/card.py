@@ -2,7 +2,8 @@
 
     {"format": 1, "afina": "0.1.0",
      "base": {"name": …, "revision": …, "fingerprint": … or null where it is not known,
-              "trained": [tensors of the base that the adapter brings]},
+              "trained": [tensors of the base that the adapter brings],
+              "quantised_from": the type of its weights before `quantize` rounded them, where it did},
      "techniques": [{"lora": {…}}], "data": {…}, "settings": {…}, "scores": {…}}
 
 Nothing in either depends on the time, the machine or the folder: equal adapters have equal files.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json
+from afina.adapters.rounded import dtype_in
 from afina.errors import AdapterError
 from afina.models.demo import DEMOS
 from afina.tree import Edit, Technique
@@ -63,12 +65,15 @@ class Base:
 
 def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
     """The contents of `afina.json` for an edit."""
-    about = {
+    about: dict[str, Any] = {
         "name": base,
         "revision": record.revision,
         "fingerprint": base_fingerprint(edit.model, edit),
         "trained": sorted(edit.in_place),
     }
+    rounded = dtype_in(edit.model)
+    if rounded is not None:
+        about["quantised_from"] = rounded
     return contents_of(about, edit.techniques, record)
 
 

@@ -1,0 +1,94 @@
+"""The rounded base that an adapter was trained beside: what its record says, and how its weights are made again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from afina.adapters.layout import RECORD, read_json
+from afina.errors import AdapterError
+from afina.ops.packed import PackedWeight, dense
+from afina.techniques.quantize import Quantize, found_in
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A base whose weights were quantised.
+
+    Attributes:
+        technique: how.
+        dtype: of the weights that were quantised, which is also that of their values in the products.
+    """
+
+    technique: Quantize
+    dtype: torch.dtype
+
+    def values(self, weight: Tensor, name: str) -> Tensor:
+        """The weight as the training computed with it, in `dtype`.
+
+        Args:
+            weight: the base's own, any floating-point type.
+            name: of it, for errors.
+        """
+        return dense(self.technique.packed(weight.to(self.dtype), name))
+
+    def __str__(self) -> str:
+        """In words, for notes."""
+        return f"its weights in {self.technique.kind}, quantised from {NAMES[self.dtype]}"
+
+
+def dtype_in(model: nn.Module) -> str | None:
+    """The type that a model's quantised weights stand for, as the record has it; None where none is quantised."""
+    if found_in(model) is None:
+        return None
+    return NAMES[next(p.dtype for p in model.parameters() if isinstance(p, PackedWeight))]
+
+
+def read_rounded(folder: Path) -> Rounded | None:
+    """The rounded base of the adapter in `folder`; None where it was trained on a whole one, or nothing is recorded.
+
+    Raises:
+        AdapterError: the record cannot be read.
+    """
+    if not (folder / RECORD).is_file():
+        return None
+    found = read_json(folder / RECORD, "the adapter's record")
+    listed: Any = found.get("techniques")
+    settings = [
+        each[Quantize.key]
+        for each in (listed if isinstance(listed, list) else [])
+        if isinstance(each, dict) and Quantize.key in each
+    ]
+    if not settings:
+        return None
+    base = found.get("base")
+    dtype = base.get("quantised_from") if isinstance(base, dict) else None
+    try:
+        technique = Quantize.model_validate(settings[0])
+    except ValidationError as error:
+        raise _unreadable(folder, error.errors()[0]["msg"]) from None
+    if dtype not in DTYPES:
+        raise _unreadable(folder, f"quantised from {dtype!r}")
+    return Rounded(technique, DTYPES[dtype])
+
+
+def _unreadable(folder: Path, got: str) -> AdapterError:
+    return AdapterError(
+        "the adapter's record does not say how its base was quantised",
+        got=f"{folder / RECORD}: {got}",
+        wanted="what afina wrote",
+        cure="take the file from where the adapter came from, or the version of afina that wrote it",
+    )
