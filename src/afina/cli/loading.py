@@ -34,6 +34,9 @@ Plain = Annotated[
     ),
 ]
 
+SPARE = 2
+"""How many times what quantised weights take unpacked must be free for them to be unpacked."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -51,14 +54,15 @@ class Source:
     offline: bool = False
     allow_partial: bool = False
 
-    def load(self, base: str, revision: str | None) -> tuple[Any, Any]:
-        """The model `base` and its tokenizer."""
+    def load(self, base: str, revision: str | None, quantize: Any = None) -> tuple[Any, Any]:
+        """The model `base` and its tokenizer; its weights quantised, where it is said how."""
         from afina.models.hub import load
 
         return load(
             base,
             dtype=self.dtype,
             device=self.device,
+            quantize=quantize,
             revision=self.revision or revision,
             token=self.token,
             offline=self.offline or None,
@@ -136,17 +140,31 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
     edit = files.put(model, fitted)
     for line in fitted.notes:
         note(line)
+    _quicken(model)
     model.eval()
     return Loaded(source, target, model, tokenizer, edit)
 
 
+def _quicken(model: Any) -> None:
+    """Computes quantised weights back for good where memory allows: a CPU would else do it for every token."""
+    from afina.models.packing import unpack, unpacked_bytes
+    from afina.train.memory import free_bytes
+
+    device = next(model.parameters()).device
+    if device.type == "cpu" and SPARE * unpacked_bytes(model) <= (free_bytes(device) or 0):
+        unpack(model)
+
+
 def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
     """The model under the adapter; where it cannot be found, the error says whose it is and where it was sought."""
+    from afina.adapters.rounded import read_rounded
     from afina.models.demo import DEMOS
     from afina.models.locate import TUNED, asking, nearby
 
+    # An adapter answers beside the base that it was trained beside: a quantised one, if it was.
+    rounded = None if target.adapter is None else read_rounded(target.adapter)
     try:
-        return source.load(target.base, target.revision)
+        return source.load(target.base, target.revision, rounded and rounded.technique)
     except ModelError as error:
         if target.base in DEMOS or exists(local(target.base)):
             raise

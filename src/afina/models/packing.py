@@ -103,6 +103,23 @@ class Packing:
                     delattr(config, name)
 
 
+def unpacked_bytes(model: nn.Module) -> int:
+    """What the model's packed weights take when they are computed back and kept."""
+    packed = [p for p in model.parameters() if isinstance(p, PackedWeight)]
+    return sum(p.numel() * p.element_size() for p in packed)
+
+
+def unpack(model: nn.Module) -> None:
+    """Computes the packed weights back for good: the same answers, as fast as the base gives them, for its memory.
+
+    Weights whose products are of another type than their own stay, for theirs would be others.
+    """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, PackedWeight) and parameter.compute in (None, parameter.dtype):
+                setattr(module, name, nn.Parameter(parameter.unpacked(), requires_grad=False))
+
+
 @cache
 def _classes() -> tuple[Any, Any]:
     """The classes that Transformers wants, made and made known to it once."""
