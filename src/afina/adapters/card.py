@@ -27,6 +27,7 @@ from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json
 from afina.adapters.rounded import dtype_in
 from afina.errors import AdapterError
 from afina.models.demo import DEMOS
+from afina.techniques.quantize import Quantize
 from afina.tree import Edit, Technique
 
 FORMAT = 1
@@ -173,14 +174,17 @@ def card(found: Mapping[str, Any], tensors: Mapping[str, Tensor], *, chats: bool
     lines = [*head, "---", "", f"# An adapter for {base}", "", *_table(facts), ""]
     for title, rows in tables:
         lines += [f"## {title}", "", *(_table(rows) if rows else ["Not recorded."]), ""]
-    return "\n".join([*lines, *_usage(base, revision, chats)]) + "\n"
+    settings = next((t[Quantize.key] for t in found["techniques"] if Quantize.key in t), None)
+    quantize = None if settings is None else Quantize.model_validate(settings)
+    return "\n".join([*lines, *_usage(base, revision, chats, quantize)]) + "\n"
 
 
-def _usage(base: str, revision: str | None, chats: bool) -> list[str]:
+def _usage(base: str, revision: str | None, chats: bool, quantize: Quantize | None) -> list[str]:
     beside = ", and the tokenizer" if chats else ""
     # Transformers knows no demo model by its name, but it knows a folder.
     demo = base in DEMOS
     exact = f", revision={revision!r}" if revision else ""
+    rounded = "" if quantize is None else f", quantize={quantize.call}"
     theirs = "BASE" if demo else repr(base) + exact
     about = f" `BASE` is the folder that `afina models get {base}` prints." if demo else ""
     return [
@@ -195,7 +199,7 @@ def _usage(base: str, revision: str | None, chats: bool) -> list[str]:
         "```python",
         "import afina",
         "",
-        f"model, tokenizer = afina.load({base!r}{exact})",
+        f"model, tokenizer = afina.load({base!r}{exact}{rounded})",
         "edit = afina.load_adapter(model, FOLDER)  # an error when anything does not fit",
         "```",
         "",

@@ -20,8 +20,10 @@ from afina.adapters.merge_files import Written, write_merged
 from afina.adapters.merge_shards import DTYPES, read_shards
 from afina.adapters.merge_texts import GENERAL, Text, of_prompt, texts_of
 from afina.adapters.replace import replace_folder
+from afina.adapters.rounded import read_rounded
 from afina.adapters.target import Target
 from afina.models import gguf, hub
+from afina.models.packing import unpack
 from afina.models.precision import parse_device, parse_dtype
 from afina.models.prompts import Prompt, check_prompts
 from afina.problems import Frozen
@@ -165,16 +167,23 @@ class Job:
             self.base, self.target.adapter, model, dtype=dtype, tokenizer=self.tokenizer
         )
 
-    def _load(self, folder: Path) -> tuple[Any, Any]:
+    def _load(self, folder: Path, quantize: Any = None) -> tuple[Any, Any]:
         """A model to be looked at, in the format of the comparison."""
         dtype = self.settings.compute_dtype or (
             "fp64" if _commonest(self.base) == "F64" else "fp32"
         )
-        return hub.load(folder, dtype=dtype, device=self.settings.device)
+        return hub.load(folder, dtype=dtype, device=self.settings.device, quantize=quantize)
+
+    def _load_base(self) -> tuple[Any, Any, bool]:
+        """The base as the adapter was trained beside it, and whether its weights are packed."""
+        rounded = None if self.target.adapter is None else read_rounded(self.target.adapter)
+        if rounded is None:
+            return *self._load(self.base), False
+        return *self._load(self.base, rounded), True
 
     def _check(self, load_merged: Callable[[], tuple[Any, Any]], dtype: str) -> Verdict:
         """Runs base, base + adapter, and the merged model, one in memory at a time."""
-        model, tokenizer = self._load(self.base)
+        model, tokenizer, rounded = self._load_base()
         if self.tokenizer != self.base:
             tokenizer = hub.load_tokenizer(self.tokenizer, model)
         texts, of = texts_of(model, tokenizer, self.target.run, self.prompts)
@@ -184,6 +193,8 @@ class Job:
             adapted = look(model, tokenizer, texts, most)
         else:
             edit = load_adapter(model, self.target.adapter)
+            if rounded:
+                unpack(model)
             adapted = look(model, tokenizer, texts, most)
             with edit.disabled():
                 base = look(model, tokenizer, texts, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from afina.adapters.layout import RECORD, read_json
 from afina.errors import AdapterError
 from afina.ops.packed import PackedWeight, dense
-from afina.techniques.quantize import Quantize, found_in
+from afina.techniques.quantize import COMPUTE, Quantize, found_in
 
 DTYPES = {
     "float32": torch.float32,
@@ -45,9 +47,28 @@ class Rounded:
         """
         return dense(self.technique.packed(weight.to(self.dtype), name))
 
+    def each(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What becomes of each weight of a base, by name; the model may be on the meta device."""
+        return {name: partial(self.values, name=name) for name in self.technique.weights(model)}
+
+    def weights(self, model: nn.Module) -> tuple[str, ...]:
+        """Names of the weights, for `models.packing`."""
+        return self.technique.weights(model)
+
+    def packed(self, weight: Tensor, name: str) -> nn.Parameter:
+        """The packed weight that has these values, whatever type the base is loaded in this time."""
+        if weight.dtype == self.dtype:
+            return self.technique.packed(weight, name)
+        names = {dtype: key for key, dtype in COMPUTE.items()}
+        compute = self.technique.compute_dtype or names.get(self.dtype)
+        exact = self.technique.model_copy(update={"compute_dtype": compute})
+        made = exact.packed(weight.to(self.dtype), name)
+        return nn.Parameter(made.to(weight.dtype), requires_grad=False)
+
     def __str__(self) -> str:
         """In words, for notes."""
-        return f"its weights in {self.technique.kind}, quantised from {NAMES[self.dtype]}"
+        kind = self.technique.kind
+        return f"its weights rounded to {kind} (from {NAMES[self.dtype]}), and computed back"
 
 
 def dtype_in(model: nn.Module) -> str | None:
@@ -83,6 +104,35 @@ def read_rounded(folder: Path) -> Rounded | None:
     if dtype not in DTYPES:
         raise _unreadable(folder, f"quantised from {dtype!r}")
     return Rounded(technique, DTYPES[dtype])
+
+
+def differences(model: nn.Module, folder: Path) -> tuple[str, ...]:
+    """What to note where an adapter meets another rounding of its base than it was trained beside.
+
+    Args:
+        model: the base.
+        folder: of the adapter; nothing is known of one without a record.
+    """
+    if not (folder / RECORD).is_file():
+        return ()
+    rounded, here = read_rounded(folder), found_in(model)
+    then = None if rounded is None else rounded.technique
+    if _rounding(then) == _rounding(here):
+        return ()
+    told = {
+        technique: "whole" if technique is None else f"in {technique.kind}"
+        for technique in (then, here)
+    }
+    way = f"quantize={then.call}" if then is not None else "nothing for quantize"
+    return (
+        f"it was trained beside its base {told[then]}, and this one is {told[here]}, quantised otherwise: it answers a "
+        f"little otherwise too; load the base with {way}",
+    )
+
+
+def _rounding(technique: Quantize | None) -> Quantize | None:
+    """What decides on the values of a quantised base."""
+    return None if technique is None else technique.model_copy(update={"compute_dtype": None})
 
 
 def _unreadable(folder: Path, got: str) -> AdapterError:

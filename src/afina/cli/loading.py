@@ -164,7 +164,7 @@ def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
     # An adapter answers beside the base that it was trained beside: a quantised one, if it was.
     rounded = None if target.adapter is None else read_rounded(target.adapter)
     try:
-        return source.load(target.base, target.revision, rounded and rounded.technique)
+        return source.load(target.base, target.revision, rounded)
     except ModelError as error:
         if target.base in DEMOS or exists(local(target.base)):
             raise

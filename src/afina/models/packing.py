@@ -112,11 +112,11 @@ def unpacked_bytes(model: nn.Module) -> int:
 def unpack(model: nn.Module) -> None:
     """Computes the packed weights back for good: the same answers, as fast as the base gives them, for its memory.
 
-    Weights whose products are of another type than their own stay, for theirs would be others.
+    Products that were of another type than the weight's become products of its own.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, PackedWeight) and parameter.compute in (None, parameter.dtype):
+            if isinstance(parameter, PackedWeight):
                 setattr(module, name, nn.Parameter(parameter.unpacked(), requires_grad=False))
 
 

@@ -83,6 +83,12 @@ class Quantize(Technique):
         """This value as text, which each packed weight keeps."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
+    @property
+    def call(self) -> str:
+        """This value as it is written in Python."""
+        own = self.model_dump(exclude_defaults=True)
+        return f"afina.Quantize({', '.join(f'{name}={value!r}' for name, value in own.items())})"
+
     def weights(self, model: nn.Module) -> tuple[str, ...]:
         """Names of the weights that are packed, on the meta device too.
 
@@ -135,7 +141,7 @@ class Quantize(Technique):
             if before is None:
                 for name in self.weights(model):
                     made = self.packed(model.get_parameter(name), name)
-                    edit.replace(name, made, undoable=undoable)
+                    edit.replace(name, made)
             elif before != self:
                 raise TechniqueError(
                     "the model is quantised already, in another way",

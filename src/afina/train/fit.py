@@ -76,7 +76,12 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
         )
     if not edit.trainable():
         raise RunError(
-            "nothing would train", cure="apply a technique first: afina.apply(model, [...])"
+            "nothing would train",
+            got=", ".join(technique.key for technique in edit.techniques) or "no technique",
+            cure="add one that trains: --technique quantize --technique lora (in Python afina.apply(model, "
+            "[afina.Quantize(), afina.LoRA()]))"
+            if edit.techniques
+            else "apply a technique first: afina.apply(model, [...])",
         )
 
 
