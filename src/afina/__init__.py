@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from afina.table import apply
     from afina.techniques.full import Full
     from afina.techniques.lora import LoRA
+    from afina.techniques.quantize import Quantize
     from afina.train.job import Run
     from afina.train.options import RunOptions
     from afina.train.run import train
@@ -38,6 +39,7 @@ _HOMES = {
     "LoRA": "afina.techniques.lora",
     "MergeSettings": "afina.adapters.merge",
     "Merged": "afina.adapters.merge",
+    "Quantize": "afina.techniques.quantize",
     "Run": "afina.train.job",
     "RunOptions": "afina.train.options",
     "TrainSettings": "afina.config",
@@ -61,6 +63,7 @@ __all__ = [
     "LoRA",
     "MergeSettings",
     "Merged",
+    "Quantize",
     "Run",
     "RunOptions",
     "TrainSettings",
