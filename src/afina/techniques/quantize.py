@@ -150,6 +150,12 @@ class Quantize(Technique):
                     cure="load it again, unquantised or in this way",
                 )
         edit.notes.append(told(model))
+        experts = seams.expert_modules(model)
+        if experts and "all-linear" in self.target:
+            edit.warnings.append(
+                f"{counted(len(experts), 'group')} of fused experts ({experts[0]}, …) stay as they are: they are "
+                "tensors and not linears, and most of such a model's memory"
+            )
         return edit
 
 
