@@ -13,7 +13,7 @@ follows Korthikanti et al. 2022, arXiv 2205.05198, section 4.2, turned to where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, cast
@@ -105,11 +105,24 @@ def plainly(model: nn.Module) -> Generator[None, None, None]:
         _put(blocks, before)
 
 
+@contextmanager
+def instead(ways: Mapping[nn.Module, Callable[[Call], Call]]) -> Generator[None, None, None]:
+    """Inside the block each of these modules is called as its function says, which is given the call it has now."""
+    blocks = list(ways)
+    before = _calls(blocks)
+    own = [call or block._call_impl for call, block in zip(before, blocks, strict=True)]
+    try:
+        _put(blocks, [way(call) for way, call in zip(ways.values(), own, strict=True)])
+        yield
+    finally:
+        _put(blocks, before)
+
+
 def _calls(blocks: list[nn.Module]) -> list[Call | None]:
     return [getattr(block, _SLOT) for block in blocks]
 
 
-def _put(blocks: list[nn.Module], calls: list[Call | None]) -> None:
+def _put(blocks: list[nn.Module], calls: Sequence[Call | None]) -> None:
     for block, call in zip(blocks, calls, strict=True):
         setattr(block, _SLOT, call)
 

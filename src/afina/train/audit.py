@@ -7,7 +7,7 @@ judged at the second.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -40,9 +40,30 @@ def audit(
     Raises:
         RunError: naming the tensors.
     """
-    if step >= AUDITED_STEPS:
-        return
-    missing, zero = silent_tensors(trainable)
+    if step < AUDITED_STEPS:
+        missing, zero = silent_tensors(trainable)
+        refuse_silent(missing, zero, len(trainable), step, silent_at_start)
+
+
+def refuse_silent(
+    missing: Sequence[str],
+    zero: Sequence[str],
+    of: int,
+    step: int,
+    silent_at_start: Collection[str],
+) -> None:
+    """The same, of what is known of the gradients.
+
+    Args:
+        missing: names of the tensors that got none.
+        zero: names of those whose gradient was all zero.
+        of: how many trainable tensors there are.
+        step: 0 or 1.
+        silent_at_start: as for `audit`.
+
+    Raises:
+        RunError: naming the tensors.
+    """
     if step == 0:
         zero = [n for n in zero if n not in silent_at_start]
     if not missing and not zero:
@@ -50,7 +71,7 @@ def audit(
     shown = [f"{n} (no gradient)" for n in missing] + [f"{n} (all zero)" for n in zero]
     more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
     raise RunError(
-        f"after optimiser step {step + 1}, {len(shown)} of {len(trainable)} trainable tensors did not learn",
+        f"after optimiser step {step + 1}, {len(shown)} of {of} trainable tensors did not learn",
         got=", ".join(shown[:5]) + more,
         wanted="a gradient that is not zero in every trainable tensor",
         cure="leave these modules out: --set 'techniques.lora.exclude=[…]' (in Python LoRA(exclude=…), and so for "

@@ -23,10 +23,13 @@ class OutOfMemoryError(RunError):
         step: counted from 1.
         rows: of the micro-batch.
         way: how a run that was saved goes on.
+        torn: but some weights had moved already.
     """
 
-    def __init__(self, step: int, rows: Sequence[Row], way: str = "") -> None:
-        self.step, self.rows = step, tuple(rows)
+    def __init__(
+        self, step: int, rows: Sequence[Row], way: str = "", *, torn: bool = False
+    ) -> None:
+        self.step, self.rows, self.torn = step, tuple(rows), torn
         longest = max(rows, key=lambda row: len(row.tokens))
         tokens = sum(len(row.tokens) for row in rows)
         if len(rows) > 1:

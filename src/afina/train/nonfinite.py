@@ -22,6 +22,9 @@ RUIN = 2.0
 MOST_IN_A_ROW = 10
 """So many steps skipped one after another stop a run: it is then not a row that is bad, but the model."""
 
+TORN = "some weights had moved before that was known (train.step_in_backward), so they are not saved"
+"""Said where a step was broken off that cannot be taken back."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -37,6 +40,7 @@ class Fault:
         rows: of the step.
         relapse: the loss of the rows of the last step that moved the weights, when they were learnt and now; None when
             there was none.
+        torn: some weights had moved before it was known, so that the weights are of no step.
     """
 
     step: int
@@ -47,6 +51,7 @@ class Fault:
     groups: Mapping[str, tuple[int, int]]
     rows: tuple[Row, ...]
     relapse: tuple[float, float] | None = None
+    torn: bool = False
 
     @property
     def ruined(self) -> bool:
@@ -91,6 +96,8 @@ class Fault:
             lines.append(
                 f"the step before ruined the weights: its rows had loss {was:.4g}, and now {now:.4g}"
             )
+        if self.torn:
+            lines.append(TORN)
         return RunError(
             f"step {self.step}: the loss or the gradient is not finite",
             got="\n          ".join(lines),
@@ -107,7 +114,7 @@ class Fault:
 
 
 class NotFiniteError(RunError):
-    """Raised by the loop at such a step; the weights are those of the step before."""
+    """Raised by the loop at such a step; the weights are those of the step before, unless the fault is `torn`."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault

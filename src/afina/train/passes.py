@@ -6,6 +6,7 @@ Training, validation, trial passes and the pre-flight all go this way, so that t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from afina.data.prefix import collate_shared, pack_shared, unique_tokens
 from afina.data.settings import DataSettings
 from afina.models.forward import to_device, trained_losses
 from afina.models.head import Head, head_of
+from afina.train.moving import drop, hooked
 from afina.tree import Edit
 from afina.types import Batch, Row
 
@@ -75,11 +77,18 @@ class Passes:
         each = rows_each or max(1, len(rows))
         return [list(ordered[i : i + each]) for i in range(0, len(rows), each)]
 
-    def trial(self, rows: Sequence[Row], edit: Edit) -> None:
-        """A forward and backward pass that leaves no gradient behind."""
+    def trial(self, rows: Sequence[Row], edit: Edit, *, dropping: bool = False) -> None:
+        """A forward and backward pass that leaves no gradient behind.
+
+        Args:
+            rows: of a micro-batch.
+            edit: what trains.
+            dropping: each gradient goes as soon as it is there, as in a run whose tensors move in backward.
+        """
         batch = self.batch(rows)
         if batch.trained_tokens:
-            self.loss(batch).backward()
+            with hooked(edit.trainable(), drop) if dropping else nullcontext():
+                self.loss(batch).backward()
         for parameter in edit.trainable().values():
             parameter.grad = None
 
@@ -114,14 +123,14 @@ def unshared(model: nn.Module, edit: Edit, *, by_row: bool) -> str | None:
     """Why rows that begin alike must be computed apart; None when they need not."""
     if any(getattr(delta, "dropout", 0) for delta in edit.deltas.values()):
         return "the adapter's dropout draws for each row on its own"
-    if _drops(model):
+    if drops(model):
         return "the model's dropout draws for each row on its own"
     if by_row:
         return "a technique changes batches or losses row by row"
     return None
 
 
-def _drops(model: nn.Module) -> bool:
+def drops(model: nn.Module) -> bool:
     """Whether the model drops something in training, as a module or inside its attention."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
         return True
