@@ -1,0 +1,296 @@
+"""A LoRA made of the difference between a model that was trained and the one it was trained from.
+
+    s · B A  ≈  D = W' - W,     of every linear the best approximation of a rank, or the smallest that keeps enough
+
+The two models are read tensor by tensor, so memory holds a few copies of the largest, and the factors. What changed and
+is no weight of a linear (norms, embeddings, biases) has no factors: its module is saved whole beside them, or the
+extraction is refused, or, when that was asked for, it is left out and counted.
+
+Legend: W the base's weight, W' the tuned one, D their difference, B A the factors, with scale 1.
+
+Source: as in `resize`; the idea of the verb: mergekit's `extract_lora.py` and kohya's `extract_lora_from_models.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from afina import seams
+from afina.adapters.arithmetic import Place, error_of, kept_of
+from afina.adapters.at_hand import AtHand, open_model
+from afina.adapters.computed import Computed
+from afina.adapters.outputs import MADE_BY, place_of, refuse_out, tokenizer_in
+from afina.adapters.products import Product
+from afina.adapters.result import Result, targets_in, task_of
+from afina.adapters.target import resolve_run
+from afina.errors import AdapterError, ModelError, counted
+from afina.models.locate import resolve
+from afina.ops import svd
+from afina.problems import Frozen, name_of, of_kind
+from afina.tree import seed_of
+from afina.tree.fold import tied_groups
+
+Progress = Callable[[str, int, int], None]
+
+SHOWN = 6
+"""Tensors that an error lists; it counts the others."""
+
+
+class ExtractSettings(Frozen):
+    """How a difference becomes an adapter."""
+
+    rank: int | None = Field(default=None, ge=1, description="of every place, at most")
+    energy: float | None = Field(
+        default=None, gt=0, le=1, description="share of each difference's energy to keep, at least"
+    )
+    rest: Literal["save", "refuse", "drop"] = Field(
+        default="save",
+        description="what changed beside the linears: save whole, refuse, or leave out and count",
+    )
+    overwrite: bool = Field(default=False, description="replace an earlier result of this name")
+
+    @model_validator(mode="after")
+    def _check(self) -> ExtractSettings:
+        if self.rank is None and self.energy is None:
+            raise ValueError("say how large: a rank, or the energy to keep, such as 0.95")
+        return self
+
+
+@torch.no_grad()
+def extract(
+    tuned: str | Path,
+    base: str | Path,
+    out: str | Path,
+    *,
+    settings: ExtractSettings,
+    token: str | None = None,
+    offline: bool | None = None,
+    progress: Progress | None = None,
+) -> Computed:
+    """Makes an adapter of the difference of two models.
+
+    Args:
+        tuned: a run of full fine-tuning, or a model.
+        base: the model that it was trained from.
+        out: the folder to make.
+        settings: the rank, the energy, or both: the smaller rank of the two; and what becomes of the rest.
+        token: of the Hub.
+        offline: True downloads nothing.
+        progress: is told what is done: (word, done, of).
+
+    Returns:
+        What was made, read back and fitted to the base.
+
+    Raises:
+        AdapterError: the difference is no adapter, or not of these settings; nothing is written.
+        ModelError: the two are not one architecture with one set of shapes, or cannot be read; nothing is written.
+    """
+    settings = of_kind(ExtractSettings, settings)
+    place = place_of(out)
+    names = [_model(tuned, "the tuned model"), _model(base, "the base")]
+    folders = [resolve(name, token=token, offline=offline) for name in names]
+    refuse_out(place, folders, overwrite=settings.overwrite)
+    new, old = (open_model(n, f) for n, f in zip(names, folders, strict=True))
+    _refuse_unlike(new, old)
+    found = _changed(new, old)
+    whole, dropped = _rest(found, new, old, settings)
+    sites = [site for site in found.sites if not any(_inside(n, site.name) for n in whole)]
+    if not sites:
+        raise AdapterError(
+            "there is no difference in any linear to make factors of",
+            got=f"{new.name} and {old.name}"
+            + (f"; {counted(len(found.rest), 'other tensor')} changed" if found.rest else ""),
+            wanted="a model that was trained from this base",
+        )
+    products: dict[str, Product] = {}
+    places: list[Place] = []
+    for number, site in enumerate(sites):
+        products[site.name], row = _factors(site, new, old, settings)
+        places.append(row)
+        if progress is not None:
+            progress("tensors", number + 1, len(sites))
+    told = {
+        MADE_BY: "afina extract",
+        "of": [{"name": new.name}, {"name": old.name, "weight": -1}],
+        **settings.model_dump(mode="json", exclude={"overwrite"}, exclude_none=True),
+        "kept": kept_of(places),
+        "error": error_of(places),
+        "left out": dropped,
+    }
+    result = Result(
+        products=products,
+        whole=whole,
+        dtype=torch.float32,
+        base=old.name,
+        revision=None,
+        fingerprint=old.fingerprint(sorted(whole)),
+        rounded=None,
+        task=task_of(old.skeleton, sorted({name.rpartition(".")[0] for name in whole})),
+        targets=targets_in(old.skeleton, set(products)),
+        conv1d=any(site.kind == "conv1d" for site in sites),
+        told=told,
+        tokenizer=tokenizer_in(new.folder),
+    )
+    notes = [*_said(dropped), *result.write(place, old)]
+    return Computed(place, tuple(places), tuple(whole), tuple(dict.fromkeys(notes)), told)
+
+
+def _model(given: str | Path, what: str) -> str:
+    """The name of a whole model.
+
+    Raises:
+        AdapterError: it is an adapter.
+    """
+    target = resolve_run(name_of(given, what, "a run of full fine-tuning, or a model"))
+    if target.adapter is None:
+        return target.base
+    raise AdapterError(
+        f"{what} is an adapter already",
+        got=target.adapter,
+        wanted="a whole model",
+        cure="afina resize makes an adapter smaller; afina merge makes a whole model of it",
+    )
+
+
+def _refuse_unlike(new: AtHand, old: AtHand) -> None:
+    """Raises unless two models have the same tensors, of the same shapes, and files that hold them."""
+    for model in (new, old):
+        if not model.complete:
+            raise ModelError(
+                "the model's files keep its tensors in another form than the model has them",
+                got=model.folder,
+                cure="load it and save it again with model.save_pretrained(folder)",
+            )
+    shapes = [_shapes(model) for model in (new, old)]
+    unlike = [n for n in sorted({*shapes[0], *shapes[1]}) if shapes[0].get(n) != shapes[1].get(n)]
+    if unlike:
+        first = unlike[0]
+        raise ModelError(
+            f"the two models differ in {counted(len(unlike), 'tensor')}, and have no difference",
+            got=f"{first}: {shapes[0].get(first, 'not there')} in {new.name}, "
+            f"{shapes[1].get(first, 'not there')} in {old.name}",
+            wanted="a model and the one that it was trained from",
+            cure="where only the vocabulary grew, give the base as many tokens: "
+            "model.resize_token_embeddings(…), and save it",
+        )
+
+
+def _shapes(model: AtHand) -> dict[str, tuple[int, ...]]:
+    named = model.skeleton.named_parameters(remove_duplicate=False)
+    return {name: tuple(parameter.shape) for name, parameter in named}
+
+
+# --- what changed -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """What differs: linears by their weight, and every other tensor, a tied one under each of its names."""
+
+    sites: Sequence[seams.MapSite]
+    rest: Sequence[str]
+
+
+def _changed(new: AtHand, old: AtHand) -> _Changed:
+    """Looks at every tensor, one at a time."""
+    linears = {
+        f"{s.name}.weight": s for s in seams.map_sites(old.skeleton) if s.kind != "embedding"
+    }
+    ties = {name: group for group in tied_groups(new.skeleton) for name in group}
+    sites: list[seams.MapSite] = []
+    rest: list[str] = []
+    for name, _ in new.skeleton.named_parameters(remove_duplicate=False):
+        if torch.equal(*_pair(name, new, old)):
+            continue
+        if name in linears and name not in ties:
+            sites.append(linears[name])
+        else:
+            rest.append(name)
+    return _Changed(sites, rest)
+
+
+def _pair(name: str, new: AtHand, old: AtHand) -> tuple[Tensor, Tensor]:
+    """A tensor of both, in one type that holds either exactly."""
+    one, other = new.read(name), old.read(name)
+    wide = torch.promote_types(one.dtype, other.dtype)
+    return one.to(wide), other.to(wide)
+
+
+def _rest(
+    found: _Changed, new: AtHand, old: AtHand, settings: ExtractSettings
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What is saved whole, by name; and what is left out, with the norm of its change.
+
+    Raises:
+        AdapterError: it is to be refused, or cannot be held whole.
+    """
+    if not found.rest:
+        return {}, {}
+    if settings.rest == "refuse":
+        raise AdapterError(
+            f"{counted(len(found.rest), 'tensor')} changed that are no weights of linears",
+            got=_listed(found.rest),
+            cure="save them whole beside the factors: --rest save; or leave them out: --rest drop "
+            "(in Python rest='save' or 'drop' in the settings)",
+        )
+    if settings.rest == "drop":
+        sizes = {
+            n: (a.double() - b.double()).norm() for n in found.rest for a, b in [_pair(n, new, old)]
+        }
+        return {}, {name: float(size) for name, size in sizes.items()}
+    ties = {name: group for group in tied_groups(old.skeleton) for name in group}
+    modules = {tied.rpartition(".")[0] for name in found.rest for tied in ties.get(name, [name])}
+    every = _shapes(old)
+    whole = {n: new.read(n) for n in every if n.rpartition(".")[0] in modules}
+    torn = [
+        n for n in whole if any(not torch.equal(whole[n], new.read(t)) for t in ties.get(n, ()))
+    ]
+    if torn:
+        raise AdapterError(
+            "one tensor of the base became several that differ, which no adapter says",
+            got=_listed(torn),
+            cure="untie the base first, and save it, with tie_word_embeddings false in its config.json",
+        )
+    return whole, {}
+
+
+def _inside(name: str, module: str) -> bool:
+    """Whether a tensor is of that module."""
+    return name.rpartition(".")[0] == module
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _said(dropped: Mapping[str, float]) -> list[str]:
+    if not dropped:
+        return []
+    largest = sorted(dropped, key=lambda name: -dropped[name])
+    return [f"left out, as asked: {counted(len(dropped), 'tensor')}: {_listed(largest)}"]
+
+
+def _factors(
+    site: seams.MapSite, new: AtHand, old: AtHand, settings: ExtractSettings
+) -> tuple[Product, Place]:
+    """The product for one linear; what it keeps is measured on the factors as they will lie in the file."""
+    one, other = _pair(f"{site.name}.weight", new, old)
+    change_OI = one.double() - other.double()
+    if site.kind == "conv1d":
+        change_OI = change_OI.t()
+    spectrum = svd.best(change_OI, rank=settings.rank, seed=seed_of(0, site.name))
+    rank = svd.rank_for(spectrum, rank=settings.rank, energy=settings.energy)
+    b_OR, a_RI = (factor.float() for factor in svd.factors(spectrum, rank))
+    size = float(change_OI.square().sum())
+    lost = float((change_OI - b_OR.double() @ a_RI.double()).square().sum()) / size
+    out, into = change_OI.shape
+    row = Place(site.name, (out, into), rank, size, 1 - lost, lost**0.5)
+    return Product(b_OR, a_RI), row

@@ -1,0 +1,338 @@
+"""What is in an adapter's folder, without its base: method, sizes, spectra of its changes, and what is strange.
+
+It reads what it can and judges the rest: a file that `load` would refuse is still shown, with the reason.
+
+Legend: ΔW = s · B A, the change of a low-rank place; effective rank as in `ops.svd`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from afina.adapters.card import read_record, read_settings
+from afina.adapters.fitting import KINDS
+from afina.adapters.kinds import refuse_settings
+from afina.adapters.layout import CONFIG, PREFIX, RECORD, WEIGHTS, read_config, stacked
+from afina.adapters.outputs import MADE_BY
+from afina.adapters.products import EMBEDDING, LINEAR, VALUES, adapter_of, product_of
+from afina.errors import AdapterError, AfinaError
+from afina.ops import svd
+
+SILENT = 1e-12
+"""A change whose norm is below this is called none."""
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_ENDING = re.compile(
+    r"\.(?P<part>(lora|ia3|ada|prompt|adapter|trainable)[^.]*|[^.]*)(\.(?P<adapter>default))?(\.weight|\.bias)?$"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place of an adapter.
+
+    Attributes:
+        name: of the module, or of the tensor where it is of none.
+        tensors: endings of the keys there.
+        parameters: how many numbers.
+        norm: of ΔW for a low-rank place, else of the tensors together.
+        shape: of ΔW: (out, in); None for what is no low-rank place.
+        rank: r.
+        scale: s.
+        spectral: the largest singular value of ΔW.
+        effective: the effective rank of ΔW.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    parameters: int
+    norm: float
+    shape: tuple[int, int] | None = None
+    rank: int | None = None
+    scale: float | None = None
+    spectral: float | None = None
+    effective: float | None = None
+
+    @property
+    def block(self) -> int | None:
+        """The first number in the name."""
+        found = _NUMBER.search(self.name)
+        return None if found is None else int(found[1])
+
+    @property
+    def tail(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is in one folder.
+
+    Attributes:
+        folder: where it lies.
+        method: what it is: the technique's key, or what the file calls it.
+        facts: the base, ranks, targets and the like, by name.
+        rows: its places.
+        strange: what should not be so, a sentence each.
+        parts: the folders of an adapter of several techniques.
+    """
+
+    folder: Path
+    method: str
+    facts: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    strange: tuple[str, ...]
+    parts: tuple[Inspection, ...] = ()
+
+    @property
+    def every_row(self) -> list[Row]:
+        """Those of the parts too."""
+        return [*self.rows, *(row for part in self.parts for row in part.every_row)]
+
+    @property
+    def every_strange(self) -> list[str]:
+        """Those of the parts too."""
+        inner = [f"{p.method}: {one}" for p in self.parts for one in p.every_strange]
+        return [*self.strange, *inner]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return {
+            "folder": str(self.folder),
+            "method": self.method,
+            **self.facts,
+            "places": [_finite(asdict(row)) for row in self.rows],
+            "strange": list(self.strange),
+            **({"parts": [part.record for part in self.parts]} if self.parts else {}),
+        }
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+@torch.no_grad()
+def inspect(source: str | Path) -> Inspection:
+    """Looks into an adapter.
+
+    Args:
+        source: a run, a checkpoint or an adapter, of any method.
+
+    Raises:
+        AdapterError: there is none, or its files cannot be read at all.
+    """
+    folder = adapter_of(source).adapter
+    assert folder is not None
+    return _inspect(folder)
+
+
+def _inspect(folder: Path) -> Inspection:
+    config = read_config(folder)
+    parts = stacked(folder, config)
+    if parts is not None:
+        inner = tuple(_inspect(part) for part in parts.values())
+        facts = {
+            **_facts(folder, config),
+            "parameters": sum(row.parameters for part in inner for row in part.every_row),
+        }
+        return Inspection(folder, " + ".join(p.method for p in inner), facts, (), (), inner)
+    kind = KINDS.get(str(config.get("peft_type")))
+    tensors = _tensors(folder)
+    strange: list[str] = []
+    try:
+        refuse_settings(config, KINDS, folder / CONFIG)
+    except AfinaError as error:
+        strange.append(f"afina would not load it: {error.got}; wanted {error.wanted}")
+    groups = _groups(tensors, None if kind is None or kind.read else kind.ending)
+    rows = tuple(_row(name, group, config, folder, strange) for name, group in groups.items())
+    strange += _odd(tensors)
+    method = str(config.get("peft_type")) if kind is None else kind.technique.key
+    facts = {
+        **_facts(folder, config),
+        "parameters": sum(row.parameters for row in rows),
+        "types": _counts(str(t.dtype).removeprefix("torch.") for t in tensors.values()),
+        "bytes": (folder / WEIGHTS).stat().st_size,
+        "ranks": _counts(row.rank for row in rows if row.rank is not None),
+        "targets": _counts(row.tail for row in rows),
+    }
+    return Inspection(folder, method, facts, rows, tuple(strange))
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the file, whatever their values are.
+
+    Raises:
+        AdapterError: there is no such file, or it is damaged.
+    """
+    try:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(
+            "the adapter's file is not there, or damaged", got=f"{folder / WEIGHTS}: {error}"
+        ) from None
+
+
+def _facts(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the folder says about itself."""
+    facts: dict[str, Any] = {
+        "type": config.get("peft_type"),
+        "base": config.get("base_model_name_or_path"),
+        "revision": config.get("revision"),
+        "fingerprint": None,
+    }
+    if (folder / RECORD).is_file():
+        try:
+            record = read_record(folder)
+            facts["fingerprint"] = None if record is None else record.fingerprint
+        except AdapterError as error:
+            facts["fingerprint"] = f"not readable: {error.what}"
+        made = read_settings(folder).get(MADE_BY)
+        if made is not None:
+            facts[MADE_BY] = made
+    settings = ("r", "lora_alpha", "use_rslora", "use_dora", "task_type", "modules_to_save")
+    return facts | {k: config[k] for k in settings if config.get(k) not in (None, False, [])}
+
+
+def _counts(values: Iterable[Any]) -> dict[str, int]:
+    """How often each value is there, the commonest first."""
+    return {str(value): number for value, number in Counter(values).most_common()}
+
+
+def _groups(
+    tensors: Mapping[str, Tensor], ending: re.Pattern[str] | None
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors by the module that they are of; by the technique's own rule where it has one."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in sorted(tensors.items()):
+        match = ending.search(key) if ending is not None else None
+        match = match or _ENDING.search(key)
+        name = key if match is None else key[: match.start()]
+        part = key[len(name) :].lstrip(".")
+        if match is not None and match["adapter"]:
+            part = part.replace(f".{match['adapter']}", "", 1)
+        while name.startswith(PREFIX):
+            name = name.removeprefix(PREFIX)
+        found.setdefault(name, {})[part] = tensor
+    return found
+
+
+def _row(
+    name: str,
+    group: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    folder: Path,
+    strange: list[str],
+) -> Row:
+    """One place; what is odd about it is added to `strange`."""
+    parameters = sum(t.numel() for t in group.values())
+    plain = math.sqrt(sum(float(t.double().square().sum()) for t in group.values()))
+    row = Row(name, tuple(group), parameters, plain)
+    ends = next((e for e in (LINEAR, EMBEDDING, VALUES) if set(e) <= set(group)), None)
+    if ends is None or not all(t.isfinite().all() for t in group.values()):
+        if any("lora_A" in part or "lora_B" in part for part in group) and ends is None:
+            strange.append(f"{name}: half of a pair: {', '.join(group)}")
+        return row
+    try:
+        product = product_of(name, {end: group[end] for end in ends}, config, folder)
+    except AdapterError as error:
+        strange.append(f"{name}: {error.what}: {error.got}")
+        return row
+    values = svd.product_values(product.b_OR, product.a_RI) * abs(product.scale)
+    norm = float(values.square().sum().sqrt())
+    if norm < SILENT:
+        zero = [end for end in ends if not group[end].any()]
+        strange.append(f"{name}: it changes nothing ({' and '.join(zero) or 'the product'} all 0)")
+    return Row(
+        name,
+        tuple(group),
+        parameters,
+        norm,
+        product.shape,
+        product.rank,
+        product.scale,
+        float(values[0]),
+        svd.effective_rank(values),
+    )
+
+
+def _odd(tensors: Mapping[str, Tensor]) -> list[str]:
+    """What is wrong with single tensors."""
+    found: list[str] = []
+    for key, tensor in sorted(tensors.items()):
+        if tensor.numel() == 0:
+            found.append(f"{key}: empty")
+            continue
+        if not tensor.is_floating_point():
+            found.append(f"{key}: {tensor.dtype}, no floating-point numbers")
+            continue
+        wide = tensor.float()
+        nan, infinite = int(wide.isnan().sum()), int(wide.isinf().sum())
+        if nan or infinite:
+            found.append(f"{key}: {nan} NaN and {infinite} infinite of {tensor.numel()}")
+    return found
+
+
+# --- in words -----------------------------------------------------------------------------------------------------
+
+
+def lines(found: Inspection, most: int | None = None) -> list[str]:
+    """What is there, for people: facts, then a table of the places, then what is strange."""
+    said = [f"{found.folder}: {found.method}"]
+    said += [f"  {k}: {_short(v)}" for k, v in found.facts.items() if v not in (None, {}, [])]
+    for part in found.parts:
+        said += ["", *lines(part, most)]
+    if found.rows:
+        said += ["", *_table(found.rows[:most])]
+        if most is not None and len(found.rows) > most:
+            said.append(f"  … and {len(found.rows) - most} more")
+    if found.strange:
+        said += ["", f"STRANGE: {len(found.strange)}", *(f"  {one}" for one in found.strange)]
+    return said
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} ({n})" for k, n in value.items())
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    head = ("place", "shape", "rank", "scale", "norm", "largest", "effective rank", "numbers")
+    cells = [head, *(_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    shape = "-" if row.shape is None else f"{row.shape[0]} x {row.shape[1]}"
+    return (
+        row.name,
+        shape,
+        number(row.rank, "d"),
+        number(row.scale, ".4g"),
+        number(row.norm, ".4g"),
+        number(row.spectral, ".4g"),
+        number(row.effective, ".2f"),
+        f"{row.parameters:,}",
+    )
