@@ -9,8 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from afina.adapters.combine import CombineSettings, combine
+    from afina.adapters.extract import ExtractSettings, extract
     from afina.adapters.files import load as load_adapter
+    from afina.adapters.inspection import inspect
     from afina.adapters.merge import Merged, MergeSettings, merge
+    from afina.adapters.resize import ResizeSettings, resize
     from afina.config import EvalSettings, GenerateSettings, TrainSettings
     from afina.data.settings import DataSettings
     from afina.errors import AfinaError
@@ -31,49 +35,63 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AfinaError": "afina.errors",
+    "CombineSettings": "afina.adapters.combine",
     "DataSettings": "afina.data.settings",
     "Edit": "afina.tree",
     "EvalSettings": "afina.config",
+    "ExtractSettings": "afina.adapters.extract",
     "Full": "afina.techniques.full",
     "GenerateSettings": "afina.config",
     "LoRA": "afina.techniques.lora",
     "MergeSettings": "afina.adapters.merge",
     "Merged": "afina.adapters.merge",
     "Quantize": "afina.techniques.quantize",
+    "ResizeSettings": "afina.adapters.resize",
     "Run": "afina.train.job",
     "RunOptions": "afina.train.options",
     "TrainSettings": "afina.config",
     "apply": "afina.table",
     "check": "afina.reports.check",
+    "combine": "afina.adapters.combine",
     "evaluate": "afina.evaluate:",
+    "extract": "afina.adapters.extract",
     "generate": "afina.models.generate",
+    "inspect": "afina.adapters.inspection",
     "load": "afina.models.hub",
     "load_adapter": "afina.adapters.files:load",
     "merge": "afina.adapters.merge",
+    "resize": "afina.adapters.resize",
     "train": "afina.train:",
 }
 
 __all__ = [
     "AfinaError",
+    "CombineSettings",
     "DataSettings",
     "Edit",
     "EvalSettings",
+    "ExtractSettings",
     "Full",
     "GenerateSettings",
     "LoRA",
     "MergeSettings",
     "Merged",
     "Quantize",
+    "ResizeSettings",
     "Run",
     "RunOptions",
     "TrainSettings",
     "apply",
     "check",
+    "combine",
     "evaluate",
+    "extract",
     "generate",
+    "inspect",
     "load",
     "load_adapter",
     "merge",
+    "resize",
     "train",
 ]
 

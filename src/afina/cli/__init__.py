@@ -17,6 +17,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("afina.cli.chat", "talk with a run or a model"),
     "generate": ("afina.cli.generate", "answer a file of prompts"),
     "merge": ("afina.cli.merge", "make one model of an adapter and its base, and check it"),
+    "combine": ("afina.cli.combine", "add, subtract and mix adapters of one base into one"),
+    "resize": ("afina.cli.resize", "make an adapter smaller, and say what that costs"),
+    "extract": ("afina.cli.extract", "make an adapter of the difference of two models"),
+    "inspect": ("afina.cli.inspect", "show what is in an adapter, and what is strange about it"),
     "models": ("afina.cli.models", "list, get and remove models of the cache"),
     "techniques": ("afina.cli.techniques", "list the techniques and their settings"),
     "config-schema": (
