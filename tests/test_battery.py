@@ -32,7 +32,7 @@ CASE = Case("llama", LoRA(rank=4), folds=True, peft=True)
 EMBEDDING = Case("llama", LoRA(rank=3, target=("embed_tokens",)), folds=True, peft=True)
 
 
-def _scaled_up(self: LoRADelta, x: Tensor, y: Tensor) -> Tensor:
+def _scaled_up(self: LoRADelta, x: Tensor, y: Tensor, base: torch.nn.Module) -> Tensor:
     return y + 1.01 * torch.nn.functional.linear(x, self.scaling * self.b @ self.a)
 
 
@@ -41,7 +41,7 @@ def _loud_start(self: LoRADelta, seed: int) -> None:
     torch.nn.init.normal_(self.b)
 
 
-def _detached(self: LoRADelta, x: Tensor, y: Tensor) -> Tensor:
+def _detached(self: LoRADelta, x: Tensor, y: Tensor, base: torch.nn.Module) -> Tensor:
     return y + torch.nn.functional.linear(x, self.scaling * self.b @ self.a.detach())
 
 

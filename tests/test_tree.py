@@ -207,7 +207,7 @@ def test_a_child_follows_the_mode_of_its_module() -> None:
 
 def test_a_delta_that_cannot_fold_says_so() -> None:
     class Odd(Delta):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, y: torch.Tensor, base: nn.Module) -> torch.Tensor:
             return y
 
         def reset(self, seed: int) -> None:

@@ -36,6 +36,25 @@ def moved(name: str, lora: LoRA, dtype: torch.dtype = torch.float64) -> tuple[An
     return model, edit
 
 
+class Added(Delta):
+    """A change that is given."""
+
+    foldable = True
+
+    def __init__(self, change: torch.Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, base: torch.nn.Module) -> torch.Tensor:
+        return y + x @ self.change.t()
+
+    def reset(self, seed: int) -> None:
+        """Nothing to set."""
+
+    def weight_delta(self) -> torch.Tensor:
+        return self.change.clone()
+
+
 # --- one sum, one rounding ------------------------------------------------------------------------------------------
 
 
@@ -45,7 +64,7 @@ def test_a_sum_is_rounded_once(dtype: torch.dtype) -> None:
     weight = torch.randn(64, 32, generator=draw).to(dtype)
     change = torch.randn(64, 32, generator=draw)
     exact = weight.double() + change.double()
-    got, lost = fold(weight, change.clone(), name="w")
+    got, lost = fold(weight, [Added(change)], name="w")
     assert got.dtype == dtype
     # The nearest number of the format to the exact sum; in fp32 the sum itself is one rounding.
     wide = (weight.float() + change) if dtype != torch.float64 else exact
@@ -62,14 +81,14 @@ def test_another_dtype_loses_less() -> None:
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 32, generator=draw).bfloat16()
     change = torch.randn(64, 32, generator=draw) * 0.02
-    kept = fold(weight, change.clone(), name="w", dtype=torch.float32)
+    kept = fold(weight, [Added(change)], name="w", dtype=torch.float32)
     assert kept[0].dtype == torch.float32
-    assert kept[1] < 1e-4 < 0.01 < fold(weight, change.clone(), name="w")[1]
+    assert kept[1] < 1e-4 < 0.01 < fold(weight, [Added(change)], name="w")[1]
 
 
 def test_no_change_loses_nothing() -> None:
     weight = torch.randn(4, 4)
-    got, lost = fold(weight, torch.zeros(4, 4), name="w")
+    got, lost = fold(weight, [Added(torch.zeros(4, 4))], name="w")
     assert torch.equal(got, weight)
     assert lost == 0
 
@@ -86,7 +105,7 @@ def test_no_change_loses_nothing() -> None:
 )
 def test_what_cannot_be_folded(weight: torch.Tensor, change: torch.Tensor, says: str) -> None:
     with pytest.raises(TechniqueError, match=says):
-        fold(weight, change, name="w")
+        fold(weight, [Added(change)], name="w")
 
 
 # --- in a model -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from afina import seams, table
 from afina.adapters import files
 from afina.adapters.fitting import KINDS
-from afina.adapters.kinds import Allowed, Config, Kind, Parts, Places, named
+from afina.adapters.kinds import Allowed, Config, Kind, Part, Parts, Places, named
 from afina.tree import Delta, Edit, Technique, match
 from tests import battery
 from tests.adapters.kit import edit_config, edit_tensors, randomise, refused, rename
@@ -42,7 +42,7 @@ class GateDelta(Delta):
         weight = module.get_parameter("weight")
         self.factor = nn.Parameter(torch.ones(weight.shape[0], 1, dtype=weight.dtype))
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         return y * self.factor.flatten()
 
     def reset(self, seed: int) -> None:
@@ -59,9 +59,8 @@ def _misfit(site: seams.MapSite, parts: Parts) -> dict[str, str]:
     return {} if tuple(tensor.shape) == wanted else {part: f"shape {tuple(tensor.shape)}, {wanted}"}
 
 
-def _config(edit: Edit) -> dict[str, Any]:
-    targets = sorted(name.removesuffix(".gate") for name in edit.deltas)
-    return {"target_modules": targets, "feedforward_modules": []}
+def _config(part: Part) -> dict[str, Any]:
+    return {"target_modules": sorted(part.deltas), "feedforward_modules": []}
 
 
 def _tensors(delta: Delta) -> dict[str, Tensor]:

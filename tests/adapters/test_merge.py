@@ -26,7 +26,7 @@ from afina.adapters.merge_shards import Stored, read_shards
 from afina.errors import AdapterError, AfinaError, ConfigError, DataError, ModelError
 from afina.models import hub
 from afina.table import apply
-from afina.techniques.lora import LoRA
+from afina.techniques.lora import LoRA, LoRADelta
 from afina.tree.fold import fold
 from tests import battery
 from tests.tiny import byte_tokenizer, save_model, tiny_gpt2, tiny_llama
@@ -262,7 +262,7 @@ def test_ties_that_nothing_parts_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         whole = BertForMaskedLM(config)
     edit = apply(battery.build("bert"), [LoRA(rank=3, target=("word_embeddings",))])
-    found = merge_plan.changes(whole, edit.techniques[0], files.peft_tensors(edit))
+    found = merge_plan.changes(whole, edit.techniques, files.peft_tensors(edit))
     with pytest.raises(AdapterError, match="cannot be merged"):
         merge_plan.make_plan(whole, read_shards(base), found)
 
@@ -422,7 +422,7 @@ def test_a_lost_adapter_is_found(
 def test_a_wrong_scale_is_found(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(monkeypatch, lambda weight, change, **rest: fold(weight, change * 2, **rest))
+    spoil(monkeypatch, lambda weight, deltas, **rest: fold(weight, [*deltas, *deltas], **rest))
     merged = check_fails(base, tmp_path, "of their size from base")
     assert merged.verdict.drift.relative > 10 * merged.verdict.limit / 3
 
@@ -430,11 +430,14 @@ def test_a_wrong_scale_is_found(
 def test_a_transposed_change_is_found(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(weight: torch.Tensor, change: torch.Tensor, **rest: Any) -> Any:
-        square = change.shape[0] == change.shape[1]
-        return fold(weight, change.t().contiguous() if square else change, **rest)
+    right = LoRADelta.weight_delta
 
-    spoil(monkeypatch, wrong)
+    def wrong(self: LoRADelta) -> torch.Tensor:
+        change = right(self)
+        square = change.shape[0] == change.shape[1]
+        return change.t().contiguous() if square else change
+
+    monkeypatch.setattr(LoRADelta, "weight_delta", wrong)
     check_fails(base, tmp_path, "of their size from base")
 
 
@@ -556,12 +559,12 @@ def test_a_failure_on_the_way_leaves_nothing(
     adapter = adapter_of(tmp_path / "adapter", base, LoRA(rank=4))
     calls = 0
 
-    def fails(weight: torch.Tensor, change: torch.Tensor, **rest: Any) -> Any:
+    def fails(weight: torch.Tensor, deltas: Any, **rest: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise AdapterError("half-way")
-        return fold(weight, change, **rest)
+        return fold(weight, deltas, **rest)
 
     spoil(monkeypatch, fails)
     refused(AdapterError, "half-way", adapter, tmp_path / "out")

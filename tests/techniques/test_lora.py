@@ -227,7 +227,7 @@ def test_an_embedding_that_multiplies_folds_all_the_same() -> None:
     delta.reset(0)
     nn.init.normal_(delta.a)
     ids = torch.arange(9)
-    beside = delta(ids, module(ids))
+    beside = delta(ids, module(ids), module)
     with torch.no_grad():
         module.weight += delta.weight_delta().t()
     torch.testing.assert_close(module(ids), beside)

@@ -19,9 +19,9 @@ from afina.table import apply
 from afina.techniques.lora import LoRA
 from afina.train import checkpoint, durable, folder, manifest, randomness, state
 from afina.train.checkpoint import Contents
-from afina.train.loop import Seams
 from afina.train.plan import optimiser_of
 from afina.train.state import State
+from afina.tree import Seams
 from tests.tiny import tiny_llama
 from tests.train.kit import Stop, ragged_rows, run, same, stop_after, weights
 

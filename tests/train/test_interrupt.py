@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from afina.train.interrupt import between_steps
-from afina.train.loop import Seams
 from afina.train.report import Silent
+from afina.tree import Seams
 from tests.train.kit import run
 
 

@@ -13,7 +13,8 @@ from afina.errors import RunError
 from afina.models.forward import packing
 from afina.ops import reference
 from afina.techniques.lora import LoRA, LoRADelta
-from afina.train.loop import Seams, loop
+from afina.train.loop import loop
+from afina.tree import Seams
 from tests.train.kit import edited, gradients, largest_difference, ragged_rows, work_of
 
 
@@ -119,7 +120,7 @@ def deafen(monkeypatch: pytest.MonkeyPatch, name: str, edit: Any, change: Any) -
     monkeypatch.setattr(
         LoRADelta,
         "forward",
-        lambda self, x, y: change(self, x, y) if self is delta else plain(self, x, y),
+        lambda self, x, y, base: change(self, x, y) if self is delta else plain(self, x, y, base),
     )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from afina.errors import RunError
-from afina.train.loop import Seams
 from afina.train.memory import OutOfMemoryError, is_out_of_memory
+from afina.tree import Seams
 from afina.types import Batch
 from tests.train import kit
 from tests.train.kit import ragged_rows, same, weights

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from afina.errors import RunError
-from afina.train.loop import Seams
 from afina.train.metrics import read_metrics
 from afina.train.nonfinite import MOST_IN_A_ROW, Fault
 from afina.train.report import Silent
+from afina.tree import Seams
 from afina.types import Batch
 from tests.tiny import tiny_llama
 from tests.train import kit

@@ -18,11 +18,11 @@ from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train import keeper, metrics
-from afina.train.loop import Seams
 from afina.train.metrics import read_metrics
 from afina.train.options import RunOptions
 from afina.train.report import Silent
 from afina.train.run import train
+from afina.tree import Seams
 from tests.tiny import tiny_gpt2, tiny_llama
 from tests.train.kit import Stop, ragged_rows, run, same, stop_after, weights
 

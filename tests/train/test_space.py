@@ -20,9 +20,9 @@ from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train import checkpoint, space
 from afina.train.checkpoint import Contents
-from afina.train.loop import Seams
 from afina.train.plan import optimiser_of
 from afina.train.state import State
+from afina.tree import Seams
 from tests.tiny import byte_tokenizer, tiny_llama
 from tests.train.kit import Stop, run, same, stop_after, weights
 

@@ -1,75 +1,168 @@
-"""What an edit is in PEFT's layout: the tensors under its keys, and the configuration beside them."""
+"""What an edit is in an adapter's folder: the tensors under their keys, and the configuration beside them.
+
+An edit of one technique is one folder. One of several is a folder with a folder for each, named by its key, so that
+PEFT loads from there the parts that it knows; in the edit's own table the keys of a part begin with `KEY/`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from afina import seams
 from afina.adapters.fitting import KINDS
-from afina.adapters.kinds import Kind
-from afina.adapters.layout import PREFIX
+from afina.adapters.kinds import Kind, Part
+from afina.adapters.layout import PREFIX, STACK
 from afina.errors import AdapterError
 from afina.tree import Edit
 
 
-def peft_tensors(edit: Edit) -> dict[str, Tensor]:
-    """The edit's tensors under PEFT's keys; writing into them writes into the model.
+def parts_of(edit: Edit) -> list[Part]:
+    """What each technique has in the model, those left out that train nothing."""
+    found = [Part(edit.model, t, edit.deltas_of(t), edit.in_place_of(t)) for t in edit.techniques]
+    return [part for part in found if part.in_place or any(map(_trains, part.deltas.values()))]
+
+
+def _trains(delta: nn.Module) -> bool:
+    return next(delta.parameters(), None) is not None
+
+
+def is_adapter(edit: Edit) -> bool:
+    """Whether an adapter's folder can hold all that the edit trains."""
+    keys = {kind.technique.key for kind in KINDS.values()}
+    parts = parts_of(edit)
+    return bool(parts) and all(part.technique.key in keys for part in parts)
+
+
+def is_exact(edit: Edit) -> bool:
+    """Whether the adapter's tensors are those that train, so that a run can go on from them."""
+    return all(kind_of(part).exact(part) for part in parts_of(edit))
+
+
+def kind_of(part: Part) -> Kind:
+    """How a part lies in a folder.
 
     Raises:
-        AdapterError: when the edit is not one technique that PEFT's layout can hold.
+        AdapterError: it cannot.
     """
-    kind = _kind(edit)
+    kinds = {kind.technique.key: kind for kind in KINDS.values()}
+    kind = kinds.get(part.technique.key)
+    if kind is None:
+        raise AdapterError(
+            "an adapter's folder does not hold this",
+            got=part.technique.key,
+            wanted="one of " + ", ".join(kinds),
+            cure="save a fully trained model with model.save_pretrained",
+        )
+    return kind
+
+
+def peft_tensors(edit: Edit) -> dict[str, Tensor]:
+    """The edit's tensors under the keys that they have in its files.
+
+    Raises:
+        AdapterError: when the edit holds something that an adapter's folder cannot.
+    """
+    parts = _some(edit)
+    found = {part.technique.key: part_tensors(part) for part in parts}
+    if len(parts) == 1:
+        return found[parts[0].technique.key]
+    return {f"{key}/{name}": t for key, tensors in found.items() for name, t in tensors.items()}
+
+
+def part_tensors(part: Part) -> dict[str, Tensor]:
+    """One technique's tensors under the keys that they have in its file."""
+    kind = kind_of(part)
+    if kind.stored is not None:
+        return kind.stored(part)
     found: dict[str, Tensor] = {}
-    for name, delta in edit.deltas.items():
-        module = PREFIX + name.removesuffix(f".{kind.technique.key}")
-        found |= {f"{module}.{part}": tensor for part, tensor in kind.tensors(delta).items()}
-    trained = {id(p) for p in edit.in_place.values()}
+    for name, delta in part.deltas.items():
+        found |= {f"{PREFIX}{name}.{end}": tensor for end, tensor in kind.tensors(delta).items()}
+    trained = {id(p) for p in part.in_place.values()}
     # A tied tensor has two names, and PEFT, which copies whole modules, must find it under both.
-    for name, parameter in edit.model.named_parameters(remove_duplicate=False):
+    for name, parameter in part.model.named_parameters(remove_duplicate=False):
         if id(parameter) in trained:
             found[PREFIX + name] = parameter
     return found
 
 
-def peft_config(edit: Edit, base: str, revision: str | None = None) -> dict[str, Any]:
-    """The contents of `adapter_config.json`.
+@torch.no_grad()
+def fill(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
+    """Gives the edit's tensors these values, those on the meta device left alone.
 
     Args:
-        edit: of one technique.
+        edit: of the very techniques that the tensors are of.
+        tensors: by the keys of `peft_tensors`, all of them.
+    """
+    parts = _some(edit)
+    for part in parts:
+        start = f"{part.technique.key}/" if len(parts) > 1 else ""
+        mine = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
+        kind = kind_of(part)
+        if kind.fill is not None:
+            kind.fill(part, mine)
+            continue
+        for key, target in part_tensors(part).items():
+            if not target.is_meta:
+                target.copy_(mine[key])
+
+
+def name_in_model(key: str) -> str:
+    """The base tensor that a key of `peft_tensors` is of, where it is one."""
+    return key.rpartition("/")[2].removeprefix(PREFIX)
+
+
+def peft_config(edit: Edit, base: str, revision: str | None = None) -> dict[str, Any]:
+    """The contents of `adapter_config.json` of the edit's folder.
+
+    Args:
+        edit: of one technique, or of several.
         base: name or folder of the base model.
         revision: of a base on the hub.
 
     Raises:
-        AdapterError: when the edit is not one technique that PEFT's layout can hold.
+        AdapterError: when the edit holds something that an adapter's folder cannot.
     """
-    kind = _kind(edit)
-    trained = {id(p) for p in edit.in_place.values()}
-    every = edit.model.named_parameters(remove_duplicate=False)
+    parts = _some(edit)
+    if len(parts) == 1:
+        return part_config(parts[0], base, revision)
+    return {
+        "peft_type": STACK,
+        "parts": [part.technique.key for part in parts],
+        "base_model_name_or_path": base,
+        "revision": revision,
+    }
+
+
+def part_config(part: Part, base: str, revision: str | None = None) -> dict[str, Any]:
+    """The contents of `adapter_config.json` of one technique."""
+    kind = kind_of(part)
+    trained = {id(p) for p in part.in_place.values()}
+    every = part.model.named_parameters(remove_duplicate=False)
     whole = sorted({name.rsplit(".", 1)[0] for name, p in every if id(p) in trained})
     return {
         "peft_type": kind.peft_type,
-        "task_type": _task(edit.model, whole),
+        "task_type": _task(part.model, whole),
         "base_model_name_or_path": base,
         "revision": revision,
         "modules_to_save": whole or None,
         "inference_mode": True,
-        **kind.config(edit),
+        **kind.config(part),
     }
 
 
-def _kind(edit: Edit) -> Kind:
-    kinds = {kind.technique.key: kind for kind in KINDS.values()}
-    keys = [technique.key for technique in edit.techniques]
-    if len(keys) != 1 or keys[0] not in kinds:
+def _some(edit: Edit) -> list[Part]:
+    parts = parts_of(edit)
+    if not parts:
         raise AdapterError(
-            "the layout of PEFT does not hold this",
-            got=", ".join(keys) or "no technique",
-            wanted="one of " + ", ".join(kinds),
-            cure="save a fully trained model with model.save_pretrained",
+            "there is nothing to save",
+            got=", ".join(technique.key for technique in edit.techniques) or "no technique",
+            wanted="a technique that trains something",
         )
-    return kinds[keys[0]]
+    return parts
 
 
 def _task(model: nn.Module, whole: list[str]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from afina.adapters.card import Record, card, dumps, record_of
-from afina.adapters.contents import peft_config, peft_tensors
+from afina.adapters.contents import fill, part_config, parts_of, peft_config, peft_tensors
 from afina.adapters.fitting import SHOWN, Fitted, fit
 from afina.adapters.layout import (
     CARD,
@@ -35,7 +35,7 @@ from afina.errors import AdapterError, AfinaError, counted
 from afina.places import local
 from afina.problems import name_of
 from afina.seams import require_model
-from afina.table import apply
+from afina.table import TECHNIQUES, apply
 from afina.tree import Edit
 
 __all__ = ["Fitted", "Record", "fit", "load", "peft_config", "peft_tensors", "put", "read_tensors"]
@@ -53,7 +53,7 @@ def save(
     """Writes the adapter of `edit` to `folder`, whole or not at all; equal adapters give equal bytes.
 
     Args:
-        edit: of a model that LoRA changed.
+        edit: of a model that one technique changed, or several; see `contents`.
         folder: of an adapter that is there already every file is replaced; others in it stay.
         base: name or folder of the base model, for whoever loads the adapter.
         tokenizer: saved beside it, with its chat template.
@@ -80,17 +80,18 @@ def save(
         # Clones, for a tied tensor stands under two keys and the file must hold it twice.
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
         known = record_of(edit, base, record)
+        configs = _part_configs(edit, base, record.revision)
     refuse_unusable(tensors, "not saved")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        # One entry of metadata: the order of several would change from process to process.
-        save_file(dict(sorted(tensors.items())), temporary / WEIGHTS, metadata={"format": "pt"})
+        _write_tensors(temporary, tensors, configs)
         texts = {
             CONFIG: dumps(config),
             RECORD: dumps(known),
             CARD: card(known, tensors, chats=bool(getattr(tokenizer, "chat_template", None))),
+            **{f"{key}/{CONFIG}": dumps(part) for key, part in configs.items()},
         }
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
@@ -104,9 +105,29 @@ def save(
     return folder
 
 
+def _part_configs(edit: Edit, base: str, revision: str | None) -> dict[str, dict[str, Any]]:
+    """The configuration of each part's own folder; none for an edit of one technique."""
+    parts = parts_of(edit)
+    if len(parts) == 1:
+        return {}
+    return {part.technique.key: part_config(part, base, revision) for part in parts}
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], parts: Collection[str]) -> None:
+    for key in parts:
+        (folder / key).mkdir()
+        inside = {
+            n.removeprefix(f"{key}/"): t for n, t in tensors.items() if n.startswith(f"{key}/")
+        }
+        _write_tensors(folder / key, inside, ())
+    if not parts:
+        # One entry of metadata: the order of several would change from process to process.
+        save_file(dict(sorted(tensors.items())), folder / WEIGHTS, metadata={"format": "pt"})
+
+
 def _take_along(folder: Path, temporary: Path) -> None:
     """Puts what somebody else laid into an adapter's folder into the one that takes its place."""
-    own = {CONFIG, WEIGHTS, RECORD, CARD, TEMPLATES, *TOKENIZER}
+    own = {CONFIG, WEIGHTS, RECORD, CARD, TEMPLATES, *TOKENIZER, *TECHNIQUES}
     for path in folder.iterdir() if folder.exists() else ():
         if path.name in own:
             continue
@@ -171,7 +192,7 @@ def load(model: nn.Module, folder: str | Path, *, allow_partial: bool = False) -
 
     Args:
         model: the base model, unchanged.
-        folder: in PEFT's layout, holding LoRA.
+        folder: in PEFT's layout, or of several techniques; see `contents`.
         allow_partial: leave out what does not fit, and log a warning that lists it, instead of raising.
 
     Returns:
@@ -194,7 +215,7 @@ def put(model: nn.Module, fitted: Fitted) -> Edit:
     """
     told = fitted.notes[0].partition(":")[0]
     try:
-        edit = apply(model, [fitted.technique])
+        edit = apply(model, fitted.techniques)
     except (AfinaError, ValidationError) as error:
         raise AdapterError(f"{told} cannot be put onto this model", got=error) from None
     try:
@@ -249,6 +270,4 @@ def restore(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
             got="\n          ".join([*problems[:SHOWN], *more]),
             cure="load the base model that adapter_config.json names",
         )
-    with torch.no_grad():
-        for key, target in mine.items():
-            target.copy_(tensors[key])
+    fill(edit, tensors)

@@ -21,8 +21,8 @@ from afina.adapters.checking import (
     whole_problems,
 )
 from afina.adapters.fingerprint import Read, base_fingerprint, same_base
-from afina.adapters.kinds import Kind, Places, refuse_settings
-from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors
+from afina.adapters.kinds import Found, Kind, Places, refuse_settings
+from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors, stacked
 from afina.adapters.names import entries
 from afina.adapters.peft_lora import LORA
 from afina.adapters.placing import Placed, place
@@ -48,12 +48,12 @@ class Fitted:
     """An adapter, ready to be put onto the model that it was fitted to.
 
     Attributes:
-        technique: makes its places.
-        tensors: their values, by PEFT's standard keys.
+        techniques: make its places; one, unless the folder holds several.
+        tensors: their values, by the keys of `contents.peft_tensors`.
         notes: how the two met: how many tensors fit, what is known of the base, what was renamed or left out.
     """
 
-    technique: Technique
+    techniques: tuple[Technique, ...]
     tensors: Mapping[str, Tensor]
     notes: tuple[str, ...]
 
@@ -81,14 +81,46 @@ def fit(
         AdapterError: listing what does not fit, or saying why the folder cannot be used at all.
     """
     config = read_config(folder)
+    told = _Told(folder, allow_partial, read, cure)
+    base: _OfBase = (None, ("its base was not compared",))
+    if checks_base:
+        base = _base(model, config, folder, read)
+    parts = stacked(folder, config)
+    if parts is None:
+        return _fit_one(model, folder, config, base, told)
+    found = {k: _fit_one(model, f, read_config(f), base, told) for k, f in parts.items()}
+    return Fitted(
+        tuple(technique for fitted in found.values() for technique in fitted.techniques),
+        {f"{key}/{name}": t for key, fitted in found.items() for name, t in fitted.tensors.items()},
+        tuple(dict.fromkeys(note for fitted in found.values() for note in fitted.notes)),
+    )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the caller of `fit` asked for."""
+
+    folder: Path
+    allow_partial: bool
+    read: Read | None
+    cure: str
+
+
+def _fit_one(
+    model: nn.Module, folder: Path, config: Mapping[str, Any], base: _OfBase, told: _Told
+) -> Fitted:
+    """The adapter of one technique in `folder`, fitted."""
     kind = refuse_settings(config, KINDS, folder / CONFIG)
     tensors = read_tensors(folder)
+    cure = None if told.allow_partial else told.cure
     try:
+        if kind.read is not None:
+            return _fit_bare(kind.read(model, config, tensors), folder, config, base, cure)
         placed = place(model, config, kind, entries(tensors, kind.ending, kind.part))
-        placed.read = read
-        base = _base(placed, folder) if checks_base else (None, ("its base was not compared",))
-        notes = _fit(placed, folder, len(tensors), base, cure=None if allow_partial else cure)
+        placed.read = told.read
+        notes = _fit(placed, folder, len(tensors), base, cure=cure)
         whole = sorted({name.rpartition(".")[0] for name in placed.whole})
+        assert kind.technique_of is not None
         technique = kind.technique_of(model, config, Places(placed.parts, whole, placed.seen))
     except (ConfigError, ValidationError) as error:
         raise AdapterError(f"cannot load {folder / CONFIG}", got=error) from None
@@ -97,7 +129,24 @@ def fit(
             f"cannot load {folder / CONFIG}: a pattern in it is no regular expression",
             got=f"{error.pattern!r}: {error}",
         ) from None
-    return Fitted(technique, _standard(placed), notes)
+    return Fitted((technique,), _standard(placed), notes)
+
+
+def _fit_bare(
+    found: Found, folder: Path, config: Mapping[str, Any], base: _OfBase, cure: str | None
+) -> Fitted:
+    """An adapter whose file does not go by places: it fits whole or not at all."""
+    other_base, known = base
+    problems = list(found.problems)
+    total = len(found.tensors)
+    if problems or (other_base and cure is not None):
+        raise _error(folder, config, problems, other_base, total, cure)
+    if other_base:
+        error = _error(folder, config, [], other_base, total, None)
+        _log.warning("an adapter is applied, as asked: %s", error)
+        known = (*known, f"other base: {other_base}")
+    told = f"adapter {folder}: applied {total} of {counted(total, 'tensor')}"
+    return Fitted((found.technique,), found.tensors, (told, *known))
 
 
 _OfBase = tuple[str | None, tuple[str, ...]]
@@ -165,14 +214,13 @@ def _standard(placed: Placed) -> dict[str, Tensor]:
     return found | {PREFIX + name: tensor for name, tensor in placed.whole.items()}
 
 
-def _base(placed: Placed, folder: Path) -> _OfBase:
-    model, config = placed.model, placed.config
+def _base(model: nn.Module, config: Mapping[str, Any], folder: Path, read: Read | None) -> _OfBase:
     record = read_record(folder)
     if record is None:
         return None, (
             "no fingerprint of its base, which only afina writes: fit judged by names and shapes alone",
         )
-    here = base_fingerprint(model, without=record.trained, read=placed.read)
+    here = base_fingerprint(model, without=record.trained, read=read)
     if same_base(record.fingerprint, here):
         return None, ("its base is this model, by fingerprint",)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__

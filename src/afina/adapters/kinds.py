@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from afina.errors import AdapterError, nearest
-from afina.tree import Delta, Edit, Technique
+from afina.tree import Delta, Technique
 
 Config = Mapping[str, Any]
 Parts = Mapping[str, Tensor]
@@ -44,36 +44,80 @@ class Allowed:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one technique has in a changed model.
+
+    Attributes:
+        model: the changed model.
+        technique: whose part this is.
+        deltas: its children, by the name of the module that each acts on.
+        in_place: the base tensors that it trains, by name.
+    """
+
+    model: nn.Module
+    technique: Technique
+    deltas: Mapping[str, Delta]
+    in_place: Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a file that does not go by places holds, as its kind read it.
+
+    Attributes:
+        technique: makes the places that the tensors are for.
+        tensors: as `Kind.stored` gives them.
+        problems: (tensor, why) of each that does not fit.
+    """
+
+    technique: Technique
+    tensors: Mapping[str, Tensor]
+    problems: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
 class Kind:
-    """How one technique lies in PEFT's layout.
+    """How one technique lies in an adapter's folder; in PEFT's layout, where PEFT has it.
+
+    Most techniques add tensors to places of a model, and their files go by the names of these. What lies in a file
+    otherwise (one tensor for all layers; a product of what trains) says how by `stored`, `fill` and `read`; the fields
+    between `ending` and `technique_of` are then left out.
 
     Attributes:
         technique: the class of its settings.
-        peft_type: what PEFT calls it.
+        peft_type: what PEFT calls it; another word where PEFT has nothing of the kind.
         allowed: what its configuration may hold.
+        config: the technique's own lines of `adapter_config.json`.
         ending: the end of a key that belongs to a place; group `part` is the ending without an adapter's name, group
             `adapter` that name, if there is one.
         part: the canonical ending that a match of `ending` stands for.
         tensors: the tensors of a delta by the ending of their keys; writing into them writes into the model.
-        config: the technique's own lines of `adapter_config.json`.
         sites: the places of a model where it can act, by name, each with whatever `misfit` must know of it.
         named: the names of the sites that a configuration names, given how it calls each module of the model; None when
             it does not say.
         misfit: what is wrong with the tensors for one site, by ending; empty when nothing is.
         technique_of: the technique that makes exactly the places of a file.
+        stored: all tensors of the file by their keys, for a part; None goes by `tensors`.
+        fill: gives a part the values of such tensors; None copies each into the one of its key.
+        read: (base, configuration, tensors) -> what they are; None goes by places.
+        exact: the file has all that a run needs of the tensors that train, to go on from.
     """
 
     technique: type[Technique]
     peft_type: str
     allowed: Allowed
-    ending: re.Pattern[str]
-    part: Callable[[re.Match[str]], str]
-    tensors: Callable[[Delta], dict[str, Tensor]]
-    config: Callable[[Edit], dict[str, Any]]
-    sites: Callable[[nn.Module], Mapping[str, Any]]
-    named: Callable[[nn.Module, Config, Mapping[str, str]], set[str] | None]
-    misfit: Callable[[Any, Parts], dict[str, str]]
-    technique_of: Callable[[nn.Module, Config, Places], Technique]
+    config: Callable[[Part], dict[str, Any]]
+    ending: re.Pattern[str] = re.compile(r"(?!)")
+    part: Callable[[re.Match[str]], str] = lambda match: match["part"]
+    tensors: Callable[[Delta], dict[str, Tensor]] = lambda delta: dict(delta.named_parameters())
+    sites: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
+    named: Callable[[nn.Module, Config, Mapping[str, str]], set[str] | None] = lambda *_: None
+    misfit: Callable[[Any, Parts], dict[str, str]] = lambda site, parts: {}
+    technique_of: Callable[[nn.Module, Config, Places], Technique] | None = None
+    stored: Callable[[Part], dict[str, Tensor]] | None = None
+    fill: Callable[[Part, Mapping[str, Tensor]], None] | None = None
+    read: Callable[[nn.Module, Config, Mapping[str, Tensor]], Found] | None = None
+    exact: Callable[[Part], bool] = lambda part: True
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ TOKENIZER = frozenset({
 TEMPLATES = "additional_chat_templates"
 """The folder in which a tokenizer keeps its chat templates that have names."""
 
+STACK = "AFINA_STACK"
+"""The `peft_type` of a folder that holds one folder for each of several techniques; PEFT refuses it by name."""
+
 PREFIX = "base_model.model."
 """What stands before every name in the tensors' file."""
 
@@ -105,12 +108,40 @@ def _where(folder: Path) -> str | None:
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
+def stacked(folder: Path, config: dict[str, Any]) -> dict[str, Path] | None:
+    """The folders of an adapter of several techniques, by their keys; None for an adapter of one.
+
+    Raises:
+        AdapterError: they are not named, or not there.
+    """
+    if config.get("peft_type") != STACK:
+        return None
+    parts = config.get("parts")
+    if not isinstance(parts, list) or not parts or len(set(map(str, parts))) < len(parts):
+        raise AdapterError("the adapter does not say of what it consists", got=f"parts {parts!r}")
+    plain = [part for part in parts if isinstance(part, str) and part.isidentifier()]
+    lost = [part for part in parts if part not in plain or not (folder / part / CONFIG).is_file()]
+    if lost:
+        raise AdapterError(
+            "a part of the adapter is not there",
+            got=", ".join(map(str, lost)),
+            wanted=f"a folder of that name in {folder}, with {CONFIG}",
+            cure="copy the whole folder again",
+        )
+    return {part: folder / part for part in plain}
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter folder, by the names they have in the file.
+    """The tensors of an adapter folder, by the names they have in its file; those of several parts begin with `PART/`.
 
     Raises:
         AdapterError: when there is no safetensors file, it is damaged, or holds what is no finite number.
     """
+    if (folder / CONFIG).is_file() and not (folder / WEIGHTS).exists():
+        parts = stacked(folder, read_config(folder))
+        if parts is not None:
+            found = {key: read_tensors(place) for key, place in parts.items()}
+            return {f"{key}/{n}": t for key, tensors in found.items() for n, t in tensors.items()}
     path = folder / WEIGHTS
     if not path.exists():
         raise _no_weights(folder)

@@ -101,7 +101,7 @@ def write_merged(
     read = reader(skeleton, shards)
     fitted = fit(skeleton, adapter, read=read, checks_base=complete, cure=OTHER_BASE)
     fingerprint = base_fingerprint(skeleton, read=read) if complete else None
-    made = changes(skeleton, fitted.technique, fitted.tensors)
+    made = changes(skeleton, fitted.techniques, fitted.tensors)
     plan = make_plan(skeleton, shards, made, dtype)
     _refuse_small(out, plan.shards)
     _write_config(base, out, dtype, untie=bool(plan.untied))

@@ -6,20 +6,26 @@ that the merged model differs in gets a function that makes it when its turn to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from afina.adapters.files import peft_tensors
-from afina.adapters.layout import PREFIX
+from afina.adapters.contents import fill, name_in_model, peft_tensors
 from afina.adapters.merge_shards import DTYPES, NAMES, Stored, Wanted
 from afina.errors import AdapterError, ModelError, TechniqueError
 from afina.table import apply
 from afina.tree import Delta, Technique
-from afina.tree.fold import fold, refuse_other_ties, tied_groups
+from afina.tree.fold import (
+    by_module,
+    fold,
+    fold_bias,
+    refuse_other_ties,
+    refuse_unfoldable,
+    tied_groups,
+)
 
 Shards = Mapping[str, list[Stored]]
 
@@ -29,11 +35,11 @@ class Changes:
     """What an adapter makes of its base.
 
     Attributes:
-        deltas: to be folded, by the name of the weight beside which each acts.
+        deltas: to be folded, in the order in which they act, by the name of the module.
         whole: base tensors that were trained themselves, by name.
     """
 
-    deltas: Mapping[str, Delta]
+    deltas: Mapping[str, Sequence[Delta]]
     whole: Mapping[str, Tensor]
 
 
@@ -53,26 +59,31 @@ class Plan:
 
 
 @torch.no_grad()
-def changes(skeleton: Any, technique: Technique, tensors: Mapping[str, Tensor]) -> Changes:
+def changes(
+    skeleton: Any, techniques: Sequence[Technique], tensors: Mapping[str, Tensor]
+) -> Changes:
     """The adapter's values, in memory; the base stays without any.
 
     Args:
-        skeleton: the base on the meta device. It is left changed by the technique.
-        technique: makes the adapter's places.
-        tensors: the values, by PEFT's keys.
+        skeleton: the base on the meta device. It is left changed by the techniques.
+        techniques: make the adapter's places.
+        tensors: the values, by the keys of an adapter's file.
+
+    Raises:
+        AdapterError: a part of the adapter is no change of weights.
     """
-    edit = apply(skeleton, [technique])
+    edit = apply(skeleton, techniques)
+    beside = by_module(edit.deltas)
+    for target, deltas in beside.items():
+        try:
+            refuse_unfoldable(deltas, target)
+        except TechniqueError as error:
+            raise AdapterError(error.what, cure=error.cure) from None
     for delta in edit.deltas.values():
         delta.to_empty(device="cpu")
-    own = peft_tensors(edit)
-    for key, tensor in own.items():
-        if not tensor.is_meta:
-            tensor.copy_(tensors[key])
-    whole = {
-        key.removeprefix(PREFIX): tensors[key] for key, tensor in own.items() if tensor.is_meta
-    }
-    beside = {f"{name.rpartition('.')[0]}.weight": delta for name, delta in edit.deltas.items()}
-    return Changes(beside, whole)
+    fill(edit, tensors)
+    whole = {key: tensors[key] for key, own in peft_tensors(edit).items() if own.is_meta}
+    return Changes(beside, {name_in_model(key): tensor for key, tensor in whole.items()})
 
 
 def locate(skeleton: Any, shards: Shards) -> dict[str, str]:
@@ -138,7 +149,7 @@ class _Planner:
 
     def _refuse_unreachable(self) -> None:
         """Raises for a change of a tensor that is not in the files as it is in the model."""
-        wanted = [*self.changes.deltas, *self.changes.whole]
+        wanted = [*(f"{name}.weight" for name in self.changes.deltas), *self.changes.whole]
         lost = [n for n in wanted if not any(m in self.stored for m in self.group.get(n, [n]))]
         if lost:
             raise ModelError(
@@ -162,7 +173,7 @@ class _Planner:
     def _of_base(self, stored: Stored) -> Wanted:
         """What stands in the place of one of the base's tensors."""
         name = self.names.get(stored.name)
-        if name is not None and (name in self.changes.deltas or name in self.changes.whole):
+        if name is not None and (self._deltas(name) or name in self.changes.whole):
             return self._changed(stored.name, name, stored)
         dtype = self._dtype(stored)
         if dtype == stored.dtype:
@@ -171,9 +182,14 @@ class _Planner:
             stored.name, dtype, stored.shape, lambda: _cast(stored.read(), dtype, stored.name)
         )
 
+    def _deltas(self, name: str) -> Sequence[Delta]:
+        """The children that change the tensor of that name."""
+        target, _, part = name.rpartition(".")
+        return self.changes.deltas.get(target, ()) if part in ("weight", "bias") else ()
+
     def _changed(self, key: str, name: str, stored: Stored) -> Wanted:
         """The tensor `name` of the model, under `key` in the file; `stored` holds the base's values."""
-        dtype, delta = self._dtype(stored), self.changes.deltas.get(name)
+        dtype, deltas = self._dtype(stored), self._deltas(name)
         stored.refuse_unknown()
         trained = self.changes.whole.get(name)
 
@@ -181,10 +197,13 @@ class _Planner:
             return stored.read() if trained is None else trained
 
         def folded() -> Tensor:
-            if delta is None:
+            if not deltas:
                 return _cast(value(), dtype, name)
-            change = delta.stored_delta()
-            result, self.rounding[name] = fold(value(), change, name=name, dtype=DTYPES[dtype])
+            if name.endswith(".bias"):
+                result = fold_bias(value(), deltas, DTYPES[dtype])
+                assert result is not None
+                return result
+            result, self.rounding[name] = fold(value(), deltas, name=name, dtype=DTYPES[dtype])
             return result
 
         return Wanted(key, dtype, stored.shape, folded)
@@ -196,14 +215,14 @@ class _Planner:
 
 
 def _parted(
-    skeleton: Any, group: Mapping[str, list[str]], deltas: Mapping[str, Delta]
+    skeleton: Any, group: Mapping[str, list[str]], deltas: Mapping[str, Sequence[Delta]]
 ) -> list[str]:
     """Names of a tied tensor that differ after the merge, all of them; empty when none do.
 
     Raises:
         AdapterError: where the model has no setting that parts them.
     """
-    touched = next((name for name in deltas if name in group), None)
+    touched = next((f"{name}.weight" for name in deltas if f"{name}.weight" in group), None)
     if touched is None:
         return []
     try:

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from afina import seams
-from afina.adapters.kinds import Allowed, Config, Kind, Parts, Places, named
+from afina.adapters.kinds import Allowed, Config, Kind, Part, Parts, Places, named
 from afina.errors import AdapterError, counted
 from afina.techniques.lora import LoRA, LoRADelta
-from afina.tree import Delta, Edit, matches
+from afina.tree import Delta, matches
 
 # These starts change the base, so that an adapter saved as it is belongs to a base that is nowhere on disk.
 _CONVERT = (
@@ -210,20 +210,18 @@ def _tensors(delta: Delta) -> dict[str, Tensor]:
     return {"lora_A.weight": delta.a, "lora_B.weight": delta.b}
 
 
-def _config(edit: Edit) -> dict[str, Any]:
+def _config(part: Part) -> dict[str, Any]:
     """The configuration of one LoRA; lists and tables are sorted, so that equal edits give equal files."""
-    (lora,) = edit.techniques
+    lora = part.technique
     assert isinstance(lora, LoRA)
-    deltas = {
-        n.removesuffix(".lora"): d for n, d in edit.deltas.items() if isinstance(d, LoRADelta)
-    }
+    deltas = {n: d for n, d in part.deltas.items() if isinstance(d, LoRADelta)}
     ranks = {name: delta.rank for name, delta in deltas.items()}
     alphas = {name: _alpha(delta, lora) for name, delta in deltas.items()}
     return {
         "r": lora.rank,
         "lora_alpha": _plain(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": _target_modules(edit.model, list(deltas)),
+        "target_modules": _target_modules(part.model, list(deltas)),
         "exclude_modules": None,
         "use_rslora": lora.rslora,
         "use_dora": False,

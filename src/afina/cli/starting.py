@@ -39,32 +39,47 @@ def start_from(
     own = [
         path
         for path, origin in resolved.origins.items()
-        if path.startswith("techniques.lora.")
+        if path.startswith("techniques.")
         and origin != "default"
         and path.rpartition(".")[2] not in free
     ]
-    if own or resolved.keys != ("lora",):
+    if own:
         raise ConfigError(
-            "--init-from takes the technique and its settings from the adapter",
-            got=", ".join(own or resolved.keys),
+            "--init-from takes the techniques and their settings from the adapter",
+            got=", ".join(own),
             cure=f"leave these out; only {' and '.join(free)} may differ",
         )
     folder = source / "adapter" if (source / "adapter").is_dir() else source
     fitted = files.fit(model, folder, allow_partial=allow_partial)
-    given = resolved.config.techniques[0]
-    lora = fitted.technique.model_copy(update={name: getattr(given, name) for name in free})
-    edit = apply(model, [lora], seed=resolved.config.train.seed, undoable=False)
+    keys = tuple(technique.key for technique in fitted.techniques)
+    if resolved.keys not in (("lora",), keys):
+        raise ConfigError(
+            "--init-from takes the techniques from the adapter",
+            got=", ".join(resolved.keys),
+            wanted=f"those that {folder} has: {', '.join(keys)}",
+            cure="leave --technique out",
+        )
+    given = {technique.key: technique for technique in resolved.config.techniques}
+    techniques = tuple(_but_free(t, given.get(t.key), free) for t in fitted.techniques)
+    edit = apply(model, techniques, seed=resolved.config.train.seed, undoable=False)
     files.restore(edit, fitted.tensors)
     edit.notes.extend(fitted.notes)
-    origin = f"--init-from {folder}"
+    config = replace(resolved.config, techniques=techniques)
+    kept = {p: o for p, o in resolved.origins.items() if not p.startswith("techniques.")}
     origins = {
-        path: origin
-        if path.startswith("techniques.lora") and path.rpartition(".")[2] not in free
-        else before
-        for path, before in resolved.origins.items()
-    }
-    config = replace(resolved.config, techniques=(lora,))
-    return edit, replace(resolved, config=config, origins=origins)
+        f"techniques.{t.key}.{name}": resolved.origins.get(f"techniques.{t.key}.{name}", "default")
+        if name in free and t.key in given
+        else f"--init-from {folder}"
+        for t in techniques
+        for name, _ in t
+    } | {f"techniques.{key}": f"--init-from {folder}" for key in keys}
+    return edit, replace(resolved, config=config, keys=keys, origins={**kept, **origins})
+
+
+def _but_free(technique: Any, given: Any, free: tuple[str, ...]) -> Any:
+    """An adapter's technique with the values of these settings that the user gave for it."""
+    names = [name for name in free if given is not None and hasattr(given, name)]
+    return technique.model_copy(update={name: getattr(given, name) for name in names})
 
 
 def scoring(settings: Any, tokenizer: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from afina.reports import settings as settings_points
 from afina.reports.checked import Checked
 from afina.reports.idle import idle
 from afina.reports.trial import Trial
+from afina.train import plan
 from afina.train.fit import refuse_kinds, refuse_rows, refuse_unfit
 from afina.train.options import RunOptions, options_of
 from afina.train.preflight import Finding, cheap, of_error, skipped, subject_of
@@ -264,7 +265,7 @@ class Case:
             rows,
             self.settings,
             self.options.data_settings,
-            self.options.seams,
+            self.edit.seams(plan.total_steps(self.settings, rows)).and_then(self.options.seams),
             pad or 0,
             self.disposable,
         )

@@ -15,9 +15,8 @@ from torch import nn
 from afina.config import TrainSettings
 from afina.data.settings import DataSettings
 from afina.train import micro, plan
-from afina.train.loop import Seams
 from afina.train.passes import Passes, passes_of
-from afina.tree import Edit
+from afina.tree import Edit, Seams
 from afina.types import Row
 
 

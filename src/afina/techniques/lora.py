@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from afina import seams
-from afina.errors import TechniqueError, counted
+from afina.errors import counted
 from afina.ops.lowrank import low_rank_add
-from afina.tree import Delta, Edit, Side, Technique, match, matches, seed_of
+from afina.techniques.maps import OnMaps, per_site, refuse_large_ranks
+from afina.tree import Delta, Edit, Side, seed_of
 
-Number = TypeVar("Number", int, float)
 
-
-class LoRA(Technique):
+class LoRA(OnMaps):
     """Low-rank changes beside frozen linears, `Conv1D`s and embeddings.
 
     Each pattern is a module's name, its last part (`q_proj`), or a glob; it must match something.
@@ -54,21 +53,9 @@ class LoRA(Technique):
         allow_inf_nan=False,
         description="learning rate of B as a multiple of A's (LoRA+ suggests 16)",
     )
-    target: tuple[str, ...] = Field(
-        default=("all-linear",),
-        min_length=1,
-        description="patterns, or a preset: all-linear (all linears of the blocks), attention (q and v)",
-    )
-    exclude: tuple[str, ...] = Field(default=(), description="patterns of targets to leave alone")
-    layers: tuple[int, ...] | str | None = Field(
-        default=None, description="block numbers, as a list or '0-5,28,-1'; None is all"
-    )
     rank_pattern: dict[str, int] = Field(default={}, description="pattern -> rank of those modules")
     alpha_pattern: dict[str, float] = Field(
         default={}, description="pattern -> alpha of those modules"
-    )
-    modules_to_save: tuple[str, ...] = Field(
-        default=(), description="patterns of whole modules trained beside, such as lm_head"
     )
 
     @model_validator(mode="after")
@@ -77,7 +64,6 @@ class LoRA(Technique):
             raise ValueError("every rank in rank_pattern must be at least 1")
         if not all(0 < alpha < math.inf for alpha in self.alpha_pattern.values()):
             raise ValueError("every alpha in alpha_pattern must be above 0, and a number")
-        seams.parse_layers(self.layers)
         return self
 
     def scale(self, alpha: float, rank: int) -> float:
@@ -92,16 +78,15 @@ class LoRA(Technique):
         """
         sites = self.sites(model)
         names = [site.name for site in sites]
-        ranks = _per_site(names, self.rank_pattern, self.rank, "lora.rank_pattern")
-        alphas = _per_site(names, self.alpha_pattern, self.alpha, "lora.alpha_pattern")
-        _refuse_large_ranks(sites, ranks)
+        ranks = per_site(names, self.rank_pattern, self.rank, f"{self.key}.rank_pattern")
+        alphas = per_site(names, self.alpha_pattern, self.alpha, f"{self.key}.alpha_pattern")
+        refuse_large_ranks(self.key, sites, ranks)
         with Edit(model, [self]).whole() as edit:
             for site in sites:
                 rank = ranks[site.name]
                 scaling = self.scale(alphas[site.name], rank)
-                edit.attach(site.name, self, LoRADelta(site, rank, scaling, self.dropout))
-            for name in self.whole_modules(model):
-                edit.train_in_place(name, self, undoable=undoable)
+                edit.attach(site.name, self, self.delta(site, rank, scaling))
+            self.train_whole(edit, undoable=undoable)
         experts = seams.expert_modules(model)
         if experts and "all-linear" in self.target:
             edit.warnings.append(
@@ -110,38 +95,13 @@ class LoRA(Technique):
             )
         return edit
 
+    def delta(self, site: seams.MapSite, rank: int, scaling: float) -> LoRADelta:
+        """What is attached at one map."""
+        return LoRADelta(site, rank, scaling, self.dropout)
+
     def lr_scale(self, name: str) -> float:
         """LoRA+: B learns `loraplus_ratio` times as fast as A."""
-        return self.loraplus_ratio if self.loraplus_ratio and name.endswith(".lora.b") else 1.0
-
-    def sites(self, model: nn.Module) -> list[seams.MapSite]:
-        """The maps this value changes in `model`."""
-        sites = seams.map_sites(model)
-        presets = [preset for preset in ("all-linear", "attention") if preset in self.target]
-        if presets:
-            seams.require_stack(model, f"lora.target: {presets[0]}")
-        chosen = {name for pattern in self.target for name in _targets(sites, pattern)}
-        whole = set(_modules(model, self.modules_to_save))
-        chosen -= set(match(chosen, self.exclude, setting="lora.exclude")) | whole
-        layers = seams.chosen_layers(model, self.layers, setting="lora.layers")
-        # What was named outside the blocks (an embedding, the head) is not a matter of layers.
-        chosen = {s.name for s in sites if s.name in chosen and s.block in {*layers, None}}
-        if not chosen:
-            raise TechniqueError(
-                "lora: nothing is left to change",
-                got=f"target {self.target}, exclude {self.exclude}, layers {self.layers}",
-                cure="widen target or layers, or exclude less",
-            )
-        return [site for site in sites if site.name in chosen]
-
-    def whole_modules(self, model: nn.Module) -> list[str]:
-        """Names of the base tensors that `modules_to_save` trains, each tied tensor once, under its own name."""
-        wanted = {
-            id(p)
-            for module in _modules(model, self.modules_to_save)
-            for p in model.get_submodule(module).parameters()
-        }
-        return [name for name, p in model.named_parameters() if id(p) in wanted]
+        return self.loraplus_ratio if self.loraplus_ratio and name.endswith(f".{self.key}.b") else 1.0
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------
@@ -169,6 +129,7 @@ class LoRADelta(Delta):
     """A and B of one map, in fp32 whatever the base's dtype (fp64 beside an fp64 base)."""
 
     follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out"}
+    foldable: ClassVar[bool] = True
 
     def __init__(self, site: seams.MapSite, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -195,7 +156,7 @@ class LoRADelta(Delta):
         """r."""
         return self.a.shape[0]
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The base's output `y` and the change beside it."""
         if self.kind == "embedding":
             scaling = self.scaling * self.multiplier
@@ -225,50 +186,5 @@ class LoRADelta(Delta):
         return frozenset({"b" if self.kind == "embedding" else "a"})
 
 
-# --- targets ---------------------------------------------------------------------------------------------------
-
-
 def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(seed, name))
-
-
-def _targets(sites: list[seams.MapSite], pattern: str) -> list[str]:
-    inside = [s.name for s in sites if s.block is not None and s.kind != "embedding"]
-    if pattern == "all-linear":
-        return inside
-    if pattern == "attention":
-        found = [n for n in inside if n.rsplit(".", 1)[-1] in seams.QUERY_VALUE]
-        if not found:
-            raise TechniqueError(
-                "the preset 'attention' found no query or value projection",
-                got=", ".join(sorted({n.rsplit(".", 1)[-1] for n in inside})),
-                cure="name the modules in lora.target",
-            )
-        return found
-    return match([s.name for s in sites], [pattern], setting="lora.target")
-
-
-def _modules(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    return match(seams.holders(model), patterns, setting="lora.modules_to_save")
-
-
-def _per_site(
-    names: list[str], patterns: Mapping[str, Number], default: Number, setting: str
-) -> dict[str, Number]:
-    match(names, patterns, setting=setting)
-    chosen = dict.fromkeys(names, default)
-    for pattern, value in patterns.items():
-        chosen.update({name: value for name in names if matches(name, pattern)})
-    return chosen
-
-
-def _refuse_large_ranks(sites: list[seams.MapSite], ranks: Mapping[str, int]) -> None:
-    large = [s for s in sites if ranks[s.name] > min(s.in_features, s.out_features)]
-    if large:
-        site = large[0]
-        raise TechniqueError(
-            f"lora.rank exceeds the map it changes ({site.name} and {len(large) - 1} more)",
-            got=ranks[site.name],
-            wanted=f"at most {min(site.in_features, site.out_features)}",
-            cure="lower rank, or set rank_pattern for the small modules",
-        )

@@ -1,6 +1,7 @@
 """Checkpoints: all that a run needs to go on at the next step, each written whole or not at all.
 
     checkpoints/step-000200/   adapter/ (or model/), optimiser.safetensors, random.safetensors, state.json,
+                               techniques.safetensors where techniques keep more than the adapter holds,
                                manifest.json (every file's size and sha256)
     checkpoints/latest         the name of the newest, switched once that one is on the disk
 
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from afina.adapters import contents as adapters
 from afina.adapters import files
 from afina.adapters.card import Record
 from afina.errors import RunError
@@ -31,6 +33,7 @@ from afina.tree import Edit
 
 OPTIMISER = "optimiser.safetensors"
 RANDOM = "random.safetensors"
+TECHNIQUES = "techniques.safetensors"
 STATE = "state.json"
 LATEST = "latest"
 
@@ -96,14 +99,26 @@ def _write(folder: Path, contents: Contents, now: State, scores: Mapping[str, fl
     kept = contents.optimiser.state_tensors()
     save_file({k: v.detach().cpu().contiguous() for k, v in kept.items()}, folder / OPTIMISER)
     save_file(randomness.states(), folder / RANDOM)
+    beside = _beside(contents.edit)
+    if beside:
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in beside.items()}, folder / TECHNIQUES
+        )
     (folder / STATE).write_text(state.to_text(now), encoding="utf-8")
     manifest.write(folder)
+
+
+def _beside(edit: Edit) -> dict[str, Tensor]:
+    """What the next step needs of the techniques and `adapter/` does not hold."""
+    if adapters.is_adapter(edit) and not adapters.is_exact(edit):
+        return {**edit.state(), **edit.trainable()}
+    return edit.state()
 
 
 def _write_weights(folder: Path, contents: Contents, record: Record) -> None:
     """What was trained: `adapter/` in PEFT's layout, or `model/`, the whole model, when its own weights trained."""
     edit, tokenizer = contents.edit, contents.tokenizer
-    if edit.deltas:
+    if adapters.is_adapter(edit):
         files.save(edit, folder / "adapter", base=contents.base, tokenizer=tokenizer, record=record)
         return
     model: Any = edit.model
@@ -221,13 +236,30 @@ def restore(folder: Path, edit: Edit, optimiser: Optimiser | None) -> None:
         edit: of the model that is to go on.
         optimiser: None for one of another kind, which cannot take the old one's state.
     """
-    if edit.deltas:
-        files.restore(edit, files.read_tensors(folder / "adapter"))
-    else:
+    if not adapters.is_adapter(edit):
         _restore_base(edit, folder / "model")
+    elif adapters.is_exact(edit):
+        files.restore(edit, files.read_tensors(folder / "adapter"))
+    _restore_beside(edit, folder)
     if optimiser is not None:
         optimiser.load_state_tensors(load_file(folder / OPTIMISER))
     randomness.restore(load_file(folder / RANDOM))
+
+
+@torch.no_grad()
+def _restore_beside(edit: Edit, folder: Path) -> None:
+    wanted = _beside(edit)
+    saved = load_file(folder / TECHNIQUES) if wanted else {}
+    unfit = [n for n, t in wanted.items() if n not in saved or saved[n].shape != t.shape]
+    if unfit:
+        raise RunError(
+            "the checkpoint lacks what the techniques need to go on",
+            got=", ".join(unfit[:4]),
+            wanted=f"them in {folder / TECHNIQUES}, in the shapes that they have now",
+            cure="resume with the techniques and settings that the run was started with",
+        )
+    for name, tensor in wanted.items():
+        tensor.copy_(saved[name])
 
 
 def _restore_base(edit: Edit, folder: Path) -> None:

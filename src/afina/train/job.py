@@ -94,8 +94,9 @@ class Job:
         self.total_steps = plan.total_steps(self.settings, rows)
         self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
+        self.seams = self.edit.seams(self.total_steps).and_then(self.options.seams)
         # What the settings cannot make is refused before a run that is there is removed.
-        self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
+        self.optimiser = plan.optimiser_of(self.edit, self.settings, self.seams)
         self.blocks = Blocks(
             self.model, self.settings.recompute, must_compile=self.settings.compile is True
         )
@@ -164,7 +165,7 @@ class Job:
         checkpoint.restore(start.folder, self.edit, None if renamed else self.optimiser)
         if renamed:
             # Its fp32 masters of half-precision weights are of the weights that were just restored.
-            self.optimiser = plan.optimiser_of(self.edit, self.settings, self.options.seams)
+            self.optimiser = plan.optimiser_of(self.edit, self.settings, self.seams)
         checkpoint.point(self.out, start.folder)
         (self.out / result.FILE).unlink(missing_ok=True)
         if state.step < state.total_steps:
@@ -236,7 +237,7 @@ class Job:
                     cut,
                     passes,
                     self.options.mesh,
-                    self.options.seams,
+                    self.seams,
                     self.total_steps,
                     plan.warmup_steps(self.settings, self.total_steps),
                 )
@@ -259,7 +260,7 @@ class Job:
 
     def _by_row(self) -> bool:
         """Whether something of the run changes batches, or weighs losses, row by row."""
-        return bool(self.options.seams.on_batch or self.options.seams.loss)
+        return bool(self.seams.on_batch or self.seams.loss)
 
     def _shares(self) -> bool:
         """Whether rows that begin alike share their beginning in this run."""

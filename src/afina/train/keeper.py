@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from afina.adapters.contents import is_adapter
 from afina.config import TrainSettings
 from afina.errors import RunError, counted
 from afina.train import checkpoint, durable, nonfinite, ways
@@ -262,7 +263,7 @@ class Keeper:
         self._save()
         self._refuse_unmoved()
         step = self.state.best_step or self.state.step
-        name = "adapter" if self.contents.edit.deltas else "model"
+        name = "adapter" if is_adapter(self.contents.edit) else "model"
         weights = checkpoint.copy_of_weights(self.out, step, name)
         with durable.writing("loss.png", self.out):
             plot_loss(self.out)

@@ -27,27 +27,8 @@ from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
 from afina.train.nonfinite import Fault, NotFiniteError, fault_of
 from afina.train.passes import Passes, counted
 from afina.train.validate import mean_loss
-from afina.tree import Edit, seed_of
-from afina.types import Batch, Row
-
-
-@dataclass(frozen=True)
-class Seams:
-    """Where techniques that change with time meet the loop; all empty for a plain run.
-
-    Attributes:
-        on_batch: (batch, step) -> batch, before it is used.
-        loss: (losses (N,), batch, step) -> losses, to weigh token losses.
-        param_groups: (name -> scale of its learning rate) -> the same, changed.
-        before_step: (step, named tensors), gradients reduced and clipped.
-        after_step: (step,), once the tensors have moved.
-    """
-
-    on_batch: tuple[Callable[[Batch, int], Batch], ...] = ()
-    loss: tuple[Callable[[Tensor, Batch, int], Tensor], ...] = ()
-    param_groups: tuple[Callable[[dict[str, float]], dict[str, float]], ...] = ()
-    before_step: tuple[Callable[[int, dict[str, nn.Parameter]], None], ...] = ()
-    after_step: tuple[Callable[[int], None], ...] = ()
+from afina.tree import Edit, Seams, seed_of
+from afina.types import Row
 
 
 @dataclass(frozen=True)
@@ -62,7 +43,7 @@ class Work:
         cut: the rows of a step -> micro-batches of rows.
         passes: rows of a micro-batch -> batch -> losses.
         mesh: the processes.
-        seams: see `Seams`.
+        seams: what techniques, and whoever called, do in between.
         total_steps: of the whole run.
         warmup_steps: of the whole run.
     """
@@ -235,6 +216,8 @@ def _move(
         before(step, tensors)
     work.optimiser.set_lr(lr)
     work.optimiser.step()
+    for after in work.seams.moved:
+        after(step, tensors)
     if audited < AUDITED_STEPS:
         audit(tensors, audited, work.edit.silent_at_start())
 
@@ -292,7 +275,9 @@ def _pass(
     for weigh in work.seams.loss:
         losses = weigh(losses, batch, step)
     loss = counted(losses, batch).sum() / trained
-    loss.backward()
+    # Each micro-batch adds the share of the penalty that it is of the window, so that cutting changes nothing.
+    share = batch.trained_tokens / trained
+    sum((penalty(step) * share for penalty in work.seams.penalty), loss).backward()
     return batch.rows, float(loss.detach())
 
 

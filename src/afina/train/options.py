@@ -12,8 +12,8 @@ from afina.config import Resolved, of_kind
 from afina.data.settings import DataSettings
 from afina.errors import ConfigError
 from afina.parallel.runtime import Mesh, OneProcess
-from afina.train.loop import Seams
 from afina.train.report import Reporter
+from afina.tree import Seams
 from afina.types import Row
 
 Scorer = Callable[[nn.Module, Sequence[Row]], Mapping[str, float]]

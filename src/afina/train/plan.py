@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from afina.config import TrainSettings
 from afina.data.order import steps_in, windows
 from afina.optim.optimisers import Optimiser
-from afina.train.loop import Seams
-from afina.tree import Edit
+from afina.tree import Edit, Seams
 from afina.types import Row
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from afina.adapters.contents import is_adapter
 from afina.config import TrainSettings
 from afina.errors import RunError, sized
 from afina.train import ways
@@ -27,7 +28,7 @@ def checkpoint_bytes(edit: Edit, optimizer: str, tokenizer: Any = None) -> int:
         tokenizer: written beside the weights.
     """
     trained = edit.trainable().values()
-    written = trained if edit.deltas else edit.model.parameters()
+    written = trained if is_adapter(edit) else edit.model.parameters()
     weights = sum(p.numel() * p.element_size() for p in written)
     each = MASTER_BYTES * STATES.get(optimizer.lower(), 2)
     kept = sum(p.numel() * (each + (MASTER_BYTES if p.element_size() < 4 else 0)) for p in trained)

@@ -7,5 +7,6 @@ through a forward hook, so every name of the base model, its ties and its own `s
 from afina.tree.edit import Edit, freeze
 from afina.tree.match import match, matches
 from afina.tree.technique import Delta, Side, Technique, seed_of
+from afina.tree.timing import Seams
 
-__all__ = ["Delta", "Edit", "Side", "Technique", "freeze", "match", "matches", "seed_of"]
+__all__ = ["Delta", "Edit", "Seams", "Side", "Technique", "freeze", "match", "matches", "seed_of"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from afina.counts import format_counts, parameter_counts
 from afina.errors import TechniqueError
 from afina.tree.fold import Folds
 from afina.tree.technique import Delta, Technique
+from afina.tree.timing import Seams
 
 
 class Edit:
@@ -36,6 +36,7 @@ class Edit:
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self._owner: dict[str, Technique] = {}
+        self._maker: dict[str, Technique] = {}
         self._snapshots: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._undone = False
@@ -48,7 +49,7 @@ class Edit:
         return self._undone
 
     def attach(self, target: str, technique: Technique, delta: Delta) -> None:
-        """Makes `delta` a child of the module `target`, acting on its output.
+        """Makes `delta` a child of the module `target`, where it acts.
 
         Raises:
             TechniqueError: when that module already has a child of this name.
@@ -66,6 +67,7 @@ class Edit:
         attached.hook()
         self._attached.append(attached)
         self.deltas[f"{target}.{key}"] = delta
+        self._maker[f"{target}.{key}"] = technique
         for name, _ in delta.named_parameters():
             self._owner[f"{target}.{key}.{name}"] = technique
 
@@ -106,6 +108,32 @@ class Edit:
             for inner, parameter in delta.named_parameters()
         }
         return {**attached, **self.in_place}
+
+    def deltas_of(self, technique: Technique) -> dict[str, Delta]:
+        """The children that `technique` attached, by the name of the module that each acts on."""
+        end = f".{technique.key}"
+        return {
+            n.removesuffix(end): d for n, d in self.deltas.items() if self._maker[n] == technique
+        }
+
+    def in_place_of(self, technique: Technique) -> dict[str, nn.Parameter]:
+        """The base tensors that `technique` trains, by name."""
+        return {n: p for n, p in self.in_place.items() if self._owner[n] == technique}
+
+    def seams(self, total_steps: int) -> Seams:
+        """What the techniques do in the training loop."""
+        found = Seams()
+        for technique in self.techniques:
+            found = found.and_then(technique.seams(self, total_steps))
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """What the children hold beside their parameters, by full name: a run needs it to go on."""
+        return {
+            f"{name}.{inner}": buffer
+            for name, delta in self.deltas.items()
+            for inner, buffer in delta.named_buffers()
+        }
 
     def lr_scales(self) -> dict[str, float]:
         """Learning rate of each trainable tensor as a multiple of the run's."""
@@ -270,6 +298,7 @@ class Edit:
         self.warnings.extend(other.warnings)
         self.notes.extend(other.notes)
         self._owner.update(other._owner)
+        self._maker.update(other._maker)
         self._snapshots.update(other._snapshots)
         # `other`'s steps look snapshots up in `other`; both dictionaries hold the same tensors.
         self._undo.extend(other._undo)
@@ -282,33 +311,23 @@ class Edit:
 
 
 class _Attached:
-    """A child in its place, and the hook through which it acts."""
+    """A child in its place, and the hooks through which it acts."""
 
     def __init__(self, module: nn.Module, key: str) -> None:
         self.module, self.key = module, key
-        self._handle: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
 
     def hook(self) -> None:
         """The child acts."""
-        self._handle = self.module.register_forward_hook(_Hook(self.key))
+        delta = getattr(self.module, self.key)
+        assert isinstance(delta, Delta)
+        self._handles = delta.hooks(self.module, self.key)
 
     def unhook(self) -> None:
         """The child acts no more."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-
-class _Hook:
-    """Calls the child of that name. Looks it up in the module it is given, so that a deep copy uses its own child."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        delta = getattr(module, self.key)
-        assert isinstance(delta, Delta)
-        return delta(args[0], output) if delta.enabled else output
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 def freeze(model: nn.Module) -> Callable[[], None]:

@@ -10,25 +10,25 @@ Rounding dW first and the sum again, as adding both in bf16 does, gives another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from afina.errors import TechniqueError
-from afina.tree.technique import Delta
+from afina.tree.technique import Delta, exact_products
 
 
 @torch.no_grad()
 def fold(
-    weight: Tensor, change: Tensor, *, name: str, dtype: torch.dtype | None = None
+    weight: Tensor, deltas: Sequence[Delta], *, name: str, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, float]:
-    """W' and what the rounding cost.
+    """W' of the plain map that does what a map and its children do together, and what the rounding cost.
 
     Args:
-        weight: W, any floating-point dtype.
-        change: dW, of W's shape; fp32 or wider. It may be overwritten: one copy of the tensor less.
+        weight: W as the map stores it, any floating-point dtype; it is not changed.
+        deltas: the map's children, in the order in which they act.
         name: of the weight, for errors.
         dtype: of W'; None is W's.
 
@@ -36,7 +36,7 @@ def fold(
         W', and ||W' - (W + dW)|| / ||dW||: the share of the change that was lost; 0 where there is no change.
 
     Raises:
-        TechniqueError: shapes or dtypes do not allow it, or W' would hold a NaN or an infinity.
+        TechniqueError: a child or a dtype does not allow it, or W' would hold a NaN or an infinity.
     """
     if not weight.is_floating_point():
         raise TechniqueError(
@@ -45,18 +45,37 @@ def fold(
             wanted="a floating-point weight",
             cure="load the base unquantised, or keep the adapter unmerged",
         )
-    if weight.shape != change.shape:
-        raise TechniqueError(
-            f"{name}: the change has another shape than the weight",
-            got=tuple(change.shape),
-            wanted=tuple(weight.shape),
-        )
-    wide = torch.promote_types(weight.dtype, torch.promote_types(change.dtype, torch.float32))
-    exact = change.to(wide)
-    size = _norm(exact)
-    exact.add_(weight)
-    rounded = exact.to(dtype or weight.dtype, copy=True)
-    lost = _norm(exact.sub_(rounded))
+    turned = deltas[0].transposed
+    exact_OI = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    exact_OI = exact_OI.t() if turned else exact_OI
+    with exact_products():
+        for delta in deltas:
+            exact_OI = delta.fold_weight(exact_OI)
+    exact = exact_OI.t() if turned else exact_OI
+    rounded = exact.to(dtype or weight.dtype, copy=True, memory_format=torch.contiguous_format)
+    lost, size = _norm(exact - rounded), _norm(exact.sub_(weight))
+    _refuse_broken(size, lost, rounded, name)
+    return rounded, lost / size if size else 0.0
+
+
+@torch.no_grad()
+def fold_bias(bias: Tensor | None, deltas: Sequence[Delta], dtype: torch.dtype) -> Tensor | None:
+    """b' of the same map; None where there is none.
+
+    Args:
+        bias: b, or None; it is not changed.
+        deltas: the map's children, in the order in which they act.
+        dtype: of b'.
+    """
+    exact = bias
+    if bias is not None:
+        exact = bias.to(torch.promote_types(bias.dtype, torch.float32), copy=True)
+    for delta in deltas:
+        exact = delta.fold_bias(exact)
+    return None if exact is None else exact.to(dtype, copy=True)
+
+
+def _refuse_broken(size: float, lost: float, rounded: Tensor, name: str) -> None:
     if not (math.isfinite(size) and math.isfinite(lost)):
         raise TechniqueError(
             f"{name}: the folded weight would not be finite",
@@ -64,7 +83,6 @@ def fold(
             wanted="finite numbers",
             cure="the adapter is damaged if its change is not finite; else fold into a wider dtype",
         )
-    return rounded, lost / size if size else 0.0
 
 
 def _norm(tensor: Tensor) -> float:
@@ -84,39 +102,61 @@ class Folds:
     def __init__(self, model: nn.Module, deltas: Mapping[str, Delta]) -> None:
         self.rounding: dict[str, float] = {}
         self._model = model
-        self._places: list[tuple[nn.Module, nn.Parameter, nn.Parameter]] = []
+        self._places: list[tuple[nn.Module, str, nn.Parameter | None, nn.Parameter]] = []
         self._shared = ""
         self._retie: Callable[[], None] | None = None
-        for target, parts in _by_module(deltas).items():
+        for target, parts in by_module(deltas).items():
             module, name = model.get_submodule(target), f"{target}.weight"
-            weight = module.get_parameter("weight")
+            refuse_unfoldable(parts, target)
+            weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
             if len(names_of(model, weight)) > 1:
                 refuse_other_ties(model, name)
                 self._shared = name
-            change = sum(delta.stored_delta() for delta in parts)
-            assert isinstance(change, Tensor)
-            folded, self.rounding[target] = fold(weight, change, name=name)
-            other = nn.Parameter(folded, requires_grad=weight.requires_grad)
-            self._places.append((module, weight, other))
+            folded, self.rounding[target] = fold(weight, parts, name=name)
+            self._replace(module, "weight", folded, weight)
+            new_bias = fold_bias(bias, parts, weight.dtype if bias is None else bias.dtype)
+            if new_bias is not None:
+                self._replace(module, "bias", new_bias, bias)
         self.put_in()
+
+    def _replace(
+        self, module: nn.Module, name: str, folded: Tensor, old: nn.Parameter | None
+    ) -> None:
+        trains = old is not None and old.requires_grad
+        self._places.append((module, name, old, nn.Parameter(folded, requires_grad=trains)))
 
     def put_in(self) -> None:
         """The folded weights take their places."""
         if self._shared:
             self._retie = untie(self._model)
-        for module, _, folded in self._places:
-            module.weight = folded
+        for module, name, _, folded in self._places:
+            setattr(module, name, folded)
 
     def take_out(self) -> None:
         """The originals take theirs."""
-        for module, original, _ in self._places:
-            module.weight = original
+        for module, name, original, _ in self._places:
+            setattr(module, name, original)
         if self._retie is not None:
             self._retie()
             self._retie = None
 
 
-def _by_module(deltas: Mapping[str, Delta]) -> dict[str, list[Delta]]:
+def refuse_unfoldable(deltas: Sequence[Delta], target: str) -> None:
+    """Raises where a child's change is none of weight and bias.
+
+    Raises:
+        TechniqueError: naming it.
+    """
+    for delta in deltas:
+        if not delta.foldable:
+            raise TechniqueError(
+                f"{type(delta).__name__} at {target} cannot be merged: it is no change of a weight",
+                cure="keep the adapter beside the model",
+            )
+
+
+def by_module(deltas: Mapping[str, Delta]) -> dict[str, list[Delta]]:
+    """The children of each module, in the order in which they act."""
     found: dict[str, list[Delta]] = {}
     for name, delta in deltas.items():
         found.setdefault(name.rpartition(".")[0], []).append(delta)

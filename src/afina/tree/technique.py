@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from afina.errors import TechniqueError
 from afina.problems import Frozen
+from afina.tree.timing import Seams
 
 if TYPE_CHECKING:
     from afina.tree.edit import Edit
@@ -21,15 +23,22 @@ Side = Literal["in", "out", "none"]
 
 
 class Delta(nn.Module, ABC):
-    """What a technique adds to one map (a linear, a `Conv1D`, an embedding).
+    """What a technique adds to one module, as a child of it; most often a map (a linear, a `Conv1D`, an embedding).
+
+    It acts through hooks on that module, which hand it the module itself: so a deep copy of a model acts by its own
+    children, and a child holds no reference to its base.
 
     Attributes:
         follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
+        foldable: the change can be folded into weight and bias of a map.
+        acts_on_input: `inward` changes what the module is given.
         enabled: False makes the module act as the base did (see `Edit.disabled`).
         transposed: the base's weight is stored as (in, out), as that of a `Conv1D` or an embedding is.
     """
 
     follows: ClassVar[Mapping[str, Side]] = {}
+    foldable: ClassVar[bool] = False
+    acts_on_input: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,36 +46,94 @@ class Delta(nn.Module, ABC):
         self.transposed = False
 
     @abstractmethod
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The changed output, given the base's input `x` and output `y`."""
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The changed output, given the base's input `x` and output `y`, and the base itself."""
+
+    def inward(self, x: Tensor, base: nn.Module) -> Tensor:
+        """The changed input, where `acts_on_input`; what acts later on this module sees it changed."""
+        return x
 
     @abstractmethod
     def reset(self, seed: int) -> None:
         """Gives the parameters their starting values; equal seeds give equal values on any machine."""
 
+    def hooks(self, module: nn.Module, key: str) -> list[RemovableHandle]:
+        """Makes the child `key` of `module`, which this is, act. For one that acts otherwise than at a map."""
+        found = [module.register_forward_hook(_After(key))]
+        if self.acts_on_input:
+            found.append(module.register_forward_pre_hook(_Before(key)))
+        return found
+
     def weight_delta(self) -> Tensor:
-        """What to add to the base's weight to fold this away, as (out, in), in fp32 or wider, in memory of its own.
+        """What is added to the base's weight, as (out, in), in fp32 or wider, in memory of its own.
+
+        Raises:
+            TechniqueError: where the change is none that is added.
+        """
+        raise TechniqueError(f"{type(self).__name__} cannot be folded into a weight")
+
+    def fold_weight(self, weight_OI: Tensor) -> Tensor:
+        """The weight (out, in) of the plain map that does what the base and this do together.
+
+        Args:
+            weight_OI: in fp32 or wider, however the base stores it; it may be written into.
 
         Raises:
             TechniqueError: where the mathematics does not allow it.
         """
-        raise TechniqueError(f"{type(self).__name__} cannot be folded into a weight")
+        change_OI = self.weight_delta()
+        if change_OI.shape != weight_OI.shape:
+            raise TechniqueError(
+                "the change has another shape than the weight",
+                got=tuple(change_OI.shape),
+                wanted=tuple(weight_OI.shape),
+            )
+        return change_OI.to(weight_OI.dtype).add_(weight_OI)
 
-    def stored_delta(self) -> Tensor:
-        """`weight_delta` as the base's weight is stored, its products not rounded to TF32 or bf16 on the way."""
-        with exact_products():
-            change = self.weight_delta()
-        return change.t() if self.transposed else change
+    def fold_bias(self, bias_O: Tensor | None) -> Tensor | None:
+        """Its bias (out,), in fp32 or wider; None where it has none."""
+        return bias_O
 
     def silent_at_start(self) -> frozenset[str]:
         """Parameters whose gradient is exactly zero at the first step, by construction."""
         return frozenset()
 
 
+class _After:
+    """Calls the child of that name. Looks it up in the module it is given, so that a deep copy uses its own child."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        delta = getattr(module, self.key)
+        return delta(args[0], output, module) if delta.enabled else output
+
+
+class _Before:
+    """The same for what the module is given."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        delta = getattr(module, self.key)
+        return (delta.inward(args[0], module), *args[1:]) if delta.enabled else args
+
+
 class Technique(Frozen, ABC):
     """A frozen value that says how to change a model; the same object is settings, documentation and YAML."""
 
     key: ClassVar[str]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Lists a technique's own settings before those it shares with others, in help and documentation."""
+        fields = cls.__pydantic_fields__
+        own = {name: fields.pop(name) for name in list(fields) if name in cls.__annotations__}
+        shared = dict(fields)
+        fields.clear()
+        fields.update({**own, **shared})
 
     @abstractmethod
     def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
@@ -85,6 +152,15 @@ class Technique(Frozen, ABC):
     def lr_scale(self, name: str) -> float:
         """Learning rate of the trainable tensor `name`, as a multiple of the run's."""
         return 1.0
+
+    def seams(self, edit: Edit, total_steps: int) -> Seams:
+        """What this does in the training loop; nothing for most.
+
+        Args:
+            edit: of the model, with the children of other techniques too; see `Edit.deltas_of`.
+            total_steps: of the whole run.
+        """
+        return Seams()
 
 
 @contextmanager
