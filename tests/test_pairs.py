@@ -71,7 +71,7 @@ def _each_counts(edit: battery.Edit, changed: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("pair", [p for p in EVERY if clash(*p)], ids="+".join)
 def test_a_clash_is_refused_with_its_reason(pair: tuple[str, str]) -> None:
-    with pytest.raises(TechniqueError, match="cannot be combined: .{20}"):
+    with pytest.raises(TechniqueError, match=r"cannot be combined: .{20}"):
         apply(battery.build("llama"), [SMALL[key] for key in pair])
 
 
