@@ -1,0 +1,219 @@
+"""A LoRA of the difference of two models: exact at full rank, the best below, and nothing silently dropped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import afina
+from afina.adapters import extract as module
+from afina.adapters.extract import ExtractSettings, extract
+from afina.errors import AdapterError, ConfigError, ModelError
+from tests.adapters.kit import CONFIG, RECORD, WEIGHTS
+from tests.adapters.test_combine import error
+from tests.tiny import byte_tokenizer, save_model, save_run, tiny_gpt2, tiny_llama
+
+linalg: Any = torch.linalg  # it has no types
+IDS = torch.arange(24)[None]
+FULL = ExtractSettings(energy=1)
+
+
+def moved(model: Any, *parts: str, rank: int | None = None, seed: int = 5) -> Any:
+    """The model with every tensor changed whose name has one of these parts."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in parts):
+                change = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                if rank is not None and parameter.dim() == 2:
+                    inner = torch.randn(
+                        rank, parameter.shape[1], generator=generator, dtype=torch.float64
+                    )
+                    change = change[:, :rank] @ inner
+                parameter.add_(0.1 * change.to(parameter.dtype))
+    return model
+
+
+def logits(folder: Path, adapter: Path | None = None) -> Tensor:
+    model, _ = afina.load(folder, dtype="fp32", device="cpu")
+    if adapter is not None:
+        edit = afina.load_adapter(model, adapter)
+        assert "its base is this model, by fingerprint" in edit.notes
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+Build = Callable[..., Any]
+
+
+def pair(tmp_path: Path, build: Build, *parts: str, **options: Any) -> tuple[Path, Path]:
+    """The folders of a tuned model and its base."""
+    base = save_model(tmp_path / "base", build(), byte_tokenizer())
+    return save_model(tmp_path / "tuned", moved(build(), *parts, **options), byte_tokenizer()), base
+
+
+def small_llama(**changes: Any) -> Any:
+    return tiny_llama(initializer_range=0.2, **changes)
+
+
+def test_at_full_rank_it_is_the_tuned_model(tmp_path: Path) -> None:
+    """All linears, both norms, embedding and head."""
+    tuned, base = pair(tmp_path, small_llama, "")
+    made = extract(tuned, base, tmp_path / "out", settings=FULL)
+    assert made.error < 1e-6
+    assert {n for n in made.whole if "layers" not in n} == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    }
+    assert "lm_head" in {place.name for place in made.places}
+    torch.testing.assert_close(logits(base, tmp_path / "out"), logits(tuned), rtol=1e-4, atol=1e-4)
+    assert float((logits(base) - logits(tuned)).abs().max()) > 0.1
+    told = json.loads((tmp_path / "out" / RECORD).read_text())
+    assert told["settings"]["made by"] == "afina extract"
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+def test_below_it_is_the_best_of_its_rank(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, small_llama, "proj")
+    made = extract(tuned, base, tmp_path / "out", settings=ExtractSettings(rank=3))
+    assert made.whole == ()
+    one, other = (afina.load(f, dtype="fp32", device="cpu")[0] for f in (tuned, base))
+    for place in made.places:
+        change = (
+            one.get_submodule(place.name).weight - other.get_submodule(place.name).weight
+        ).detach()
+        squares = linalg.svdvals(change.double()).square()
+        assert place.rank == 3
+        assert place.kept == pytest.approx(float(squares[:3].sum() / squares.sum()), abs=1e-6)
+    assert json.loads((tmp_path / "out" / CONFIG).read_text())["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+def test_a_merged_lora_is_found_again(tmp_path: Path) -> None:
+    """By energy, the ranks are those of the adapter; the sketch is what finds it, and proves itself."""
+    tuned, base = pair(
+        tmp_path, lambda: small_llama(hidden_size=64, intermediate_size=96), "q_proj", rank=2
+    )
+    made = extract(tuned, base, tmp_path / "out", settings=ExtractSettings(energy=0.99999))
+    assert {place.rank for place in made.places} == {2}
+    assert {place.name.rpartition(".")[2] for place in made.places} == {"q_proj"}
+    assert made.error < 1e-3
+
+
+def test_conv1d_with_biases(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, tiny_gpt2, "c_attn.weight", "c_fc", "ln_f", "wpe")
+    made = extract(tuned, base, tmp_path / "out", settings=FULL)
+    assert {place.name.rpartition(".")[2] for place in made.places} == {"c_attn"}
+    assert {n for n in made.whole if ".0." in n} == {
+        "transformer.h.0.mlp.c_fc.weight",
+        "transformer.h.0.mlp.c_fc.bias",
+    }
+    torch.testing.assert_close(logits(base, tmp_path / "out"), logits(tuned), rtol=1e-4, atol=1e-4)
+    assert json.loads((tmp_path / "out" / CONFIG).read_text())["fan_in_fan_out"] is True
+
+
+def test_a_tied_embedding_is_saved_whole_with_its_tie(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, lambda: small_llama(tie_word_embeddings=True), "embed", "q_proj")
+    made = extract(tuned, base, tmp_path / "out", settings=FULL)
+    assert set(made.whole) == {"model.embed_tokens.weight", "lm_head.weight"}
+    torch.testing.assert_close(logits(base, tmp_path / "out"), logits(tuned), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tie_that_was_torn(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_llama(tie_word_embeddings=True), byte_tokenizer())
+    untied = small_llama()
+    with torch.no_grad():
+        untied.load_state_dict(small_llama(tie_word_embeddings=True).state_dict())
+    head = save_model(tmp_path / "head", moved(untied, "lm_head"), byte_tokenizer())
+    made = extract(head, base, tmp_path / "out", settings=FULL)  # the head alone: its own factors
+    assert [place.name for place in made.places] == ["lm_head"]
+    torch.testing.assert_close(logits(base, tmp_path / "out"), logits(head), rtol=1e-4, atol=1e-4)
+    both = save_model(tmp_path / "both", moved(untied, "embed"), byte_tokenizer())
+    with pytest.raises(AdapterError, match="became several that differ"):
+        extract(both, base, tmp_path / "again", settings=FULL)
+
+
+def test_what_is_no_linear_is_refused_or_counted(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, small_llama, "q_proj", "norm")
+    with pytest.raises(AdapterError, match=r"5 tensors changed that are no weights"):
+        extract(tuned, base, tmp_path / "out", settings=ExtractSettings(rank=2, rest="refuse"))
+    assert not (tmp_path / "out").exists()
+    made = extract(tuned, base, tmp_path / "out", settings=ExtractSettings(rank=2, rest="drop"))
+    assert any(note.startswith("left out, as asked: 5 tensors: ") for note in made.notes)
+    assert len(made.told["left out"]) == 5
+    assert all(size > 0 for size in made.told["left out"].values())
+    assert made.whole == ()
+
+
+def test_it_is_deterministic(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, small_llama, "")
+    for name in ("one", "two"):
+        extract(tuned, base, tmp_path / name, settings=ExtractSettings(rank=3))
+    for file in (WEIGHTS, CONFIG, RECORD):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_bf16_models(tmp_path: Path) -> None:
+    base, tuned = small_llama(), moved(small_llama(), "q_proj")
+    for name, model in (("base", base), ("tuned", tuned)):
+        model.to(torch.bfloat16).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    made = extract(tmp_path / "tuned", tmp_path / "base", tmp_path / "out", settings=FULL)
+    assert made.error < 1e-6
+    change = tuned.model.layers[0].self_attn.q_proj.weight.double()
+    change = change - base.model.layers[0].self_attn.q_proj.weight.double()
+    from afina.adapters.products import read_source
+
+    found = read_source(tmp_path / "out").products["model.layers.0.self_attn.q_proj"].dense()
+    assert error({"q": found}, {"q": change.detach()}) < 1e-6
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of the models is on the disk, not in memory: no tensor is kept but in its turn."""
+    tuned, base = pair(tmp_path, small_llama, "proj")
+    import gc
+    import weakref
+
+    alive: list[weakref.ref[Tensor]] = []
+    most: list[int] = []
+    plain = module._pair  # pyright: ignore[reportPrivateUsage]
+
+    def counted(*args: Any) -> tuple[Tensor, Tensor]:
+        found = plain(*args)
+        gc.collect()
+        most.append(sum(ref() is not None for ref in alive))
+        alive.extend(map(weakref.ref, found))
+        return found
+
+    monkeypatch.setattr(module, "_pair", counted)
+    extract(tuned, base, tmp_path / "out", settings=ExtractSettings(rank=2))
+    assert max(most) == 0
+
+
+def test_refusals(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, small_llama, "q_proj")
+    rank = ExtractSettings(rank=2)
+    with pytest.raises(ConfigError, match="say how large"):
+        ExtractSettings()
+    with pytest.raises(AdapterError, match="no difference in any linear"):
+        extract(base, base, tmp_path / "out", settings=rank)
+    other = save_model(tmp_path / "other", tiny_llama(hidden_size=16), byte_tokenizer())
+    with pytest.raises(ModelError, match="differ in"):
+        extract(tuned, other, tmp_path / "out", settings=rank)
+    run = save_run(tmp_path / "run", base)
+    with pytest.raises(AdapterError, match="is an adapter already"):
+        extract(run, base, tmp_path / "out", settings=rank)
+    with pytest.raises(AdapterError, match="is an adapter already"):
+        extract(tuned, run, tmp_path / "out", settings=rank)
+    with pytest.raises(ModelError):
+        extract("nowhere/at/all", base, tmp_path / "out", settings=rank)
+    with pytest.raises(ConfigError, match="take the place"):
+        extract(tuned, base, base, settings=ExtractSettings(rank=2, overwrite=True))
+    assert not (tmp_path / "out").exists()
