@@ -14,17 +14,24 @@ from afina.errors import ConfigError, TechniqueError
 from afina.seams import require_model
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
+from afina.techniques.quantize import Quantize, found_in
 from afina.tree import Edit, Technique, freeze
 
 TECHNIQUES: dict[str, type[Technique]] = {
+    "quantize": Quantize,
     "lora": LoRA,
     "full": Full,
 }
 
-ORDER: tuple[str, ...] = ("full", "lora")
+ORDER: tuple[str, ...] = ("quantize", "full", "lora")
 """The order in which techniques act on a model, whatever the order in which they were given."""
 
 CLASHES: dict[tuple[str, str], str] = {
+    (
+        "quantize",
+        "full",
+    ): "a weight in few bits cannot train itself; to train some modules whole beside a method, "
+    "set its modules_to_save and leave them out with quantize.exclude",
     ("full", "lora"): "a weight that trains itself needs no low-rank change beside it; "
     "to train some modules whole beside LoRA, set lora.modules_to_save",
 }
@@ -65,7 +72,8 @@ def apply(
         model: a Transformers model.
         techniques: frozen values, as `[afina.LoRA(rank=16)]`; checked before anything is changed.
         seed: of the starting values; they do not depend on the order of drawing or on other techniques.
-        undoable: keep the originals of tensors trained in place (a second copy of each), so that `undo` restores them.
+        undoable: keep the originals of tensors that are trained in place (a second copy of each) or quantised, so that
+            `undo` restores them.
 
     Returns:
         The edit; its `undo()` gives the base back bit for bit.
@@ -78,7 +86,11 @@ def apply(
     require_model(model)
     if not isinstance(seed, Integral) or isinstance(seed, bool):
         raise ConfigError("a seed is a whole number", got=repr(seed)[:80], wanted="seed=0")
-    with Edit(model, check(techniques)).whole() as edit:
+    listed = check(techniques)
+    base = found_in(model)
+    if base is not None and not any(isinstance(t, Quantize) for t in listed):
+        listed = check([base, *listed])  # a model that was loaded quantised is changed so
+    with Edit(model, listed).whole() as edit:
         edit.on_undo(freeze(model))
         for technique in edit.techniques:
             part = technique.apply(model, undoable=undoable)
@@ -86,4 +98,6 @@ def apply(
             edit.absorb(part)
             if not any(p.is_meta for p in part.trainable().values()):
                 technique.init(part, seed=seed)
+    if not undoable:
+        edit.give_up_originals()
     return edit

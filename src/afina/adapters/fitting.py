@@ -26,6 +26,7 @@ from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors, sta
 from afina.adapters.names import entries
 from afina.adapters.peft_lora import LORA
 from afina.adapters.placing import Placed, place
+from afina.adapters.rounded import differences
 from afina.errors import AdapterError, ConfigError, counted
 from afina.tree import Technique
 
@@ -85,6 +86,8 @@ def fit(
     base: _OfBase = (None, ("its base was not compared",))
     if checks_base:
         base = _base(model, config, folder, read)
+    if read is None:
+        base = (base[0], (*base[1], *differences(model, folder)))
     parts = stacked(folder, config)
     if parts is None:
         return _fit_one(model, folder, config, base, told)

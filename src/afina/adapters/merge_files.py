@@ -16,6 +16,7 @@ from afina.adapters.fitting import fit
 from afina.adapters.layout import TEMPLATES, TOKENIZER
 from afina.adapters.merge_plan import changes, locate, make_plan, reader
 from afina.adapters.merge_shards import INDEX, Wanted, read_shards, write_index, write_shard
+from afina.adapters.rounded import read_rounded
 from afina.errors import AdapterError, ModelError, sized
 from afina.models import hub
 from afina.tree.fold import tied_groups
@@ -101,8 +102,10 @@ def write_merged(
     read = reader(skeleton, shards)
     fitted = fit(skeleton, adapter, read=read, checks_base=complete, cure=OTHER_BASE)
     fingerprint = base_fingerprint(skeleton, read=read) if complete else None
+    rounded = read_rounded(adapter)
+    trained_as = {} if rounded is None else rounded.each(skeleton)
     made = changes(skeleton, fitted.techniques, fitted.tensors)
-    plan = make_plan(skeleton, shards, made, dtype)
+    plan = make_plan(skeleton, shards, made, dtype, trained_as)
     _refuse_small(out, plan.shards)
     _write_config(base, out, dtype, untie=bool(plan.untied))
     for file, wanted in plan.shards.items():
@@ -117,7 +120,14 @@ def write_merged(
         plan.rounding,
         tuple(sorted(made.whole)),
         plan.untied,
-        fitted.notes,
+        (
+            *fitted.notes,
+            *(
+                []
+                if rounded is None
+                else [f"merged into the base as it was trained beside: {rounded}"]
+            ),
+        ),
         fingerprint,
         tuple(commonest),
     )

@@ -29,6 +29,9 @@ from afina.tree.fold import (
 
 Shards = Mapping[str, list[Stored]]
 
+Base = Mapping[str, Callable[[Tensor], Tensor]]
+"""What the adapter's base made of a tensor of the files, by name, where it is not the tensor itself: `rounded`."""
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -112,7 +115,11 @@ def locate(skeleton: Any, shards: Shards) -> dict[str, str]:
 
 
 def make_plan(
-    skeleton: Any, shards: Shards, changes: Changes, dtype: torch.dtype | None = None
+    skeleton: Any,
+    shards: Shards,
+    changes: Changes,
+    dtype: torch.dtype | None = None,
+    base: Base | None = None,
 ) -> Plan:
     """What the merged model's files hold.
 
@@ -121,20 +128,26 @@ def make_plan(
         shards: the headers of the base's files.
         changes: see `changes`.
         dtype: of every floating-point tensor; None keeps each as the base has it.
+        base: what the weights were trained as, where they were quantised.
 
     Raises:
         AdapterError: a tied weight whose two users would need different values that the model cannot hold apart.
         ModelError: the files keep a changed tensor in another form than the model.
     """
-    plan = _Planner(skeleton, shards, changes, dtype)
+    plan = _Planner(skeleton, shards, changes, dtype, base or {})
     return plan.make()
 
 
 class _Planner:
     def __init__(
-        self, skeleton: Any, shards: Shards, changes: Changes, dtype: torch.dtype | None
+        self,
+        skeleton: Any,
+        shards: Shards,
+        changes: Changes,
+        dtype: torch.dtype | None,
+        base: Base,
     ) -> None:
-        self.shards, self.changes, self.dtype = shards, changes, dtype
+        self.shards, self.changes, self.dtype, self.base = shards, changes, dtype, base
         self.names = locate(skeleton, shards)
         self.stored = {
             self.names[one.name]: one
@@ -150,6 +163,7 @@ class _Planner:
     def _refuse_unreachable(self) -> None:
         """Raises for a change of a tensor that is not in the files as it is in the model."""
         wanted = [*(f"{name}.weight" for name in self.changes.deltas), *self.changes.whole]
+        wanted += self.base
         lost = [n for n in wanted if not any(m in self.stored for m in self.group.get(n, [n]))]
         if lost:
             raise ModelError(
@@ -173,7 +187,8 @@ class _Planner:
     def _of_base(self, stored: Stored) -> Wanted:
         """What stands in the place of one of the base's tensors."""
         name = self.names.get(stored.name)
-        if name is not None and (self._deltas(name) or name in self.changes.whole):
+        changed = name in self.changes.whole or name in self.base
+        if name is not None and (changed or self._deltas(name)):
             return self._changed(stored.name, name, stored)
         dtype = self._dtype(stored)
         if dtype == stored.dtype:
@@ -194,7 +209,9 @@ class _Planner:
         trained = self.changes.whole.get(name)
 
         def value() -> Tensor:
-            return stored.read() if trained is None else trained
+            if trained is not None:
+                return trained
+            return self.base[name](stored.read()) if name in self.base else stored.read()
 
         def folded() -> Tensor:
             if not deltas:

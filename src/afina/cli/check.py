@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from afina.cli import train as train_verb
-from afina.cli.starting import scoring, sources_of, start_from
-from afina.errors import AfinaError, ConfigError
+from afina.cli.starting import quantiser_of, scoring, sources_of, start_from
+from afina.errors import AfinaError, ConfigError, TechniqueError
 from afina.places import exists, local
 
 EXAMPLES = (
@@ -129,7 +130,8 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
     case = Case(None, None, None, settings.train, options, given["out"], quick, disposable=True)
     case.reads = sources_of(settings, given["config"], given["init_from"])
     # An adapter to start from needs the weights that it was trained on.
-    ways = [outline] if quick and given["init_from"] is None else [load, outline]
+    whole = partial(load, quantize=quantiser_of(settings))
+    ways = [outline] if quick and given["init_from"] is None else [whole, outline]
     try:
         note(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
     except AfinaError as error:  # a device that is not there
@@ -147,9 +149,10 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
             )
             break
         except AfinaError as error:  # without weights the outline will do, for what needs no more
-            case.failed.setdefault("model", error)
+            of_model = not isinstance(error, TechniqueError)
+            case.failed.setdefault("model" if of_model else "technique", error)
     case.options = replace(options, **scoring(settings, case.tokenizer))
-    if case.model is not None:
+    if case.model is not None and "technique" not in case.failed:
         try:
             case.edit = _applied(case.model, resolved, given)
         except AfinaError as error:

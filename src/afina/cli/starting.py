@@ -5,6 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+OF_THE_BASE = "techniques.quantize"
+"""Settings that are of the base and of no adapter."""
+
+
+def quantiser_of(settings: Any) -> Any:
+    """The technique by which the base is quantised while it is loaded; None where it is not.
+
+    Args:
+        settings: of the run.
+    """
+    return next((t for t in settings.techniques if t.key == "quantize"), None)
+
 
 def is_finished(out: Path) -> bool:
     """Whether the run has nothing left to do, and nothing else is asked for: known without its model and data."""
@@ -39,7 +51,9 @@ def start_from(
     own = [
         path
         for path, origin in resolved.origins.items()
-        if path.startswith("techniques.")
+        if path.count(".") > 1
+        and path.startswith("techniques.")
+        and not path.startswith(OF_THE_BASE)
         and origin != "default"
         and path.rpartition(".")[2] not in free
     ]
@@ -52,15 +66,19 @@ def start_from(
     folder = source / "adapter" if (source / "adapter").is_dir() else source
     fitted = files.fit(model, folder, allow_partial=allow_partial)
     keys = tuple(technique.key for technique in fitted.techniques)
-    if resolved.keys not in (("lora",), keys):
+    chosen = tuple(key for key in resolved.keys if key != "quantize")
+    if chosen not in ((), ("lora",), keys):
         raise ConfigError(
             "--init-from takes the techniques from the adapter",
-            got=", ".join(resolved.keys),
+            got=", ".join(chosen),
             wanted=f"those that {folder} has: {', '.join(keys)}",
             cure="leave --technique out",
         )
     given = {technique.key: technique for technique in resolved.config.techniques}
     techniques = tuple(_but_free(t, given.get(t.key), free) for t in fitted.techniques)
+    base = quantiser_of(resolved.config)
+    if base is not None:
+        techniques, keys = (base, *techniques), (base.key, *keys)
     edit = apply(model, techniques, seed=resolved.config.train.seed, undoable=False)
     files.restore(edit, fitted.tensors)
     edit.notes.extend(fitted.notes)
@@ -68,11 +86,13 @@ def start_from(
     kept = {p: o for p, o in resolved.origins.items() if not p.startswith("techniques.")}
     origins = {
         f"techniques.{t.key}.{name}": resolved.origins.get(f"techniques.{t.key}.{name}", "default")
-        if name in free and t.key in given
+        if (name in free and t.key in given) or t is base
         else f"--init-from {folder}"
         for t in techniques
         for name, _ in t
     } | {f"techniques.{key}": f"--init-from {folder}" for key in keys}
+    if base is not None:
+        origins[OF_THE_BASE] = resolved.origins[OF_THE_BASE]
     return edit, replace(resolved, config=config, keys=keys, origins={**kept, **origins})
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli import compiled
-from afina.cli.starting import is_finished, scoring, sources_of, start_from
+from afina.cli.starting import is_finished, quantiser_of, scoring, sources_of, start_from
 
 EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
@@ -263,11 +263,12 @@ def _started(
         settings.model,
         dtype=settings.train.dtype,
         device=settings.train.device,
+        quantize=quantiser_of(settings),
         revision=settings.revision,
         **hub,
     )
     if start["source"] is None:
-        # Only `edit.undo()` needs the originals of tensors trained in place, and nobody calls it.
+        # Only `edit.undo()` needs the originals of what is changed in place, and nobody calls it.
         edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
         return model, tokenizer, edit, resolved
     return model, tokenizer, *start_from(model, resolved, **start)

@@ -38,6 +38,8 @@ class Edit:
         self._owner: dict[str, Technique] = {}
         self._maker: dict[str, Technique] = {}
         self._snapshots: dict[str, Tensor] = {}
+        self._replaced: dict[str, Callable[[], None]] = {}
+        self._given_up: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self._undone = False
         self._attached: list[_Attached] = []
@@ -99,6 +101,25 @@ class Edit:
         if undoable and not parameter.is_meta:
             with torch.no_grad():
                 parameter.copy_(self._snapshots.pop(name))
+
+    def replace(self, name: str, parameter: nn.Parameter) -> None:
+        """Puts another tensor in the place of the base's `name`; the original is kept until `give_up_originals`."""
+        target, _, own = name.rpartition(".")
+        module, original = self.model.get_submodule(target), self.model.get_parameter(name)
+        setattr(module, own, parameter)
+
+        def undo() -> None:
+            setattr(module, own, original)
+
+        self._replaced[name] = undo
+        self._undo.append(undo)
+
+    def give_up_originals(self) -> None:
+        """Lets go of the tensors in whose place others were put: their memory is free, and there is no `undo`."""
+        steps = list(self._replaced.values())
+        self._undo = [step for step in self._undo if step not in steps]
+        self._given_up.extend(self._replaced)
+        self._replaced.clear()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Every tensor that trains, by full name, in a fixed order."""
@@ -256,14 +277,15 @@ class Edit:
         """The base model again, bit for bit, merged or not. A second call does nothing.
 
         Raises:
-            TechniqueError: when a tensor was trained in place without keeping its original.
+            TechniqueError: when a tensor was trained in place, or replaced, without keeping its original.
         """
         if self._undone:
             return
         lost = [n for n, p in self.in_place.items() if n not in self._snapshots and not p.is_meta]
+        lost += self._given_up
         if lost:
             raise TechniqueError(
-                "cannot undo: base tensors were trained without keeping the originals",
+                "cannot undo: base tensors were changed without keeping the originals",
                 got=", ".join(lost[:3]),
                 cure="apply with undoable=True, or load the base model again",
             )
@@ -300,6 +322,8 @@ class Edit:
         self._owner.update(other._owner)
         self._maker.update(other._maker)
         self._snapshots.update(other._snapshots)
+        self._replaced.update(other._replaced)
+        self._given_up.extend(other._given_up)
         # `other`'s steps look snapshots up in `other`; both dictionaries hold the same tensors.
         self._undo.extend(other._undo)
 
@@ -332,12 +356,13 @@ class _Attached:
 
 def freeze(model: nn.Module) -> Callable[[], None]:
     """Freezes every parameter; the result puts each flag back."""
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    for parameter, _ in flags:
+    # By name, for a reference to a tensor would keep it in memory after another has taken its place.
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    for parameter in model.parameters():
         parameter.requires_grad_(False)
 
     def restore() -> None:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+        for name, flag in flags.items():
+            model.get_parameter(name).requires_grad_(flag)
 
     return restore

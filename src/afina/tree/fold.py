@@ -45,6 +45,7 @@ def fold(
             wanted="a floating-point weight",
             cure="load the base unquantised, or keep the adapter unmerged",
         )
+    weight = as_computed(weight)
     turned = deltas[0].transposed
     exact_OI = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     exact_OI = exact_OI.t() if turned else exact_OI
@@ -56,6 +57,12 @@ def fold(
     lost, size = _norm(exact - rounded), _norm(exact.sub_(weight))
     _refuse_broken(size, lost, rounded, name)
     return rounded, lost / size if size else 0.0
+
+
+def as_computed(weight: Tensor) -> Tensor:
+    """The weight as an ordinary tensor: one that is kept in few bits knows the values that it stands for."""
+    unpacked: Callable[[], Tensor] = getattr(weight, "unpacked", weight.detach)
+    return unpacked()
 
 
 @torch.no_grad()
