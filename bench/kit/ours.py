@@ -17,9 +17,9 @@ from .rows import IGNORE, Rows, read_rows, sequence
 def run(job: Job) -> None:
     """Trains as the job says; leaves metrics, result and, when asked, the adapter in its folder."""
     import afina
-    from afina.train.loop import Seams
     from afina.train.metrics import read_metrics
     from afina.train.report import Lines
+    from afina.tree import Seams
 
     rows = arranged(read_rows(job.rows), job)
     model, tokenizer = afina.load(job.model, dtype=job.knobs["dtype"], device="cpu")

@@ -18,12 +18,13 @@ from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import OneProcess
 from afina.table import apply
 from afina.techniques.lora import LoRA
-from afina.train.loop import Work, backward
+from afina.train.loop import backward
 from afina.train.options import RunOptions
 from afina.train.passes import Passes
 from afina.train.report import Silent
 from afina.train.result import Run
 from afina.train.run import train
+from afina.train.work import Work
 from afina.tree import Edit, Seams, Technique
 from afina.types import Row
 from tests.tiny import byte_tokenizer, tiny_llama

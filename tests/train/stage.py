@@ -39,10 +39,10 @@ def once(out: Path, said: list[str]) -> None:
 
     from afina.table import apply
     from afina.techniques.lora import LoRA
-    from afina.train.loop import Seams
     from afina.train.options import RunOptions
     from afina.train.report import Silent
     from afina.train.run import train
+    from afina.tree import Seams
     from tests.tiny import byte_tokenizer, tiny_llama
     from tests.train.kit import ragged_rows
 

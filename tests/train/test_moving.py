@@ -18,11 +18,12 @@ from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import OneProcess
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
-from afina.train.loop import Step, Work, loop
+from afina.train.loop import loop
 from afina.train.metrics import read_metrics
 from afina.train.moving import Mover, hooked
 from afina.train.nonfinite import NotFiniteError
 from afina.train.report import Silent
+from afina.train.work import Step, Work
 from afina.tree import Edit, Seams
 from afina.types import Row
 from tests.tiny import tiny_llama

@@ -23,6 +23,7 @@ from afina.train.metrics import read_metrics
 from afina.train.passes import passes_of
 from afina.train.state import Machine, State
 from afina.train.tuning import COST_S, GAIN, Tuning
+from afina.types import Row
 from tests.tiny import tiny_llama
 from tests.train.kit import Stop, edited, ragged_rows, run, same, stop_after, weights
 
@@ -56,7 +57,7 @@ def tuning(seconds: Sequence[float], **settings: Any) -> tuple[Tuning, Said]:
     ends = itertools.chain.from_iterable((0.0, s) for s in seconds)
     made = Tuning(
         edit,
-        TrainSettings(rows_per_step=4, micro_rows=4, **settings),
+        TrainSettings(**{"rows_per_step": 4, "micro_rows": 4, **settings}),
         passes,
         blocks,
         rows,
@@ -70,8 +71,7 @@ def tuning(seconds: Sequence[float], **settings: Any) -> tuple[Tuning, Said]:
 def found(made: Tuning, steps: int, compiled: bool | None = None) -> bool | None:
     state = State(0, total_steps=steps, machine=Machine("cpu", "float32", 1, compiled, "", "", ""))
     with packing(made.edit.model, True):
-        state, cut = made.micro_batches(state)
-        machine = made.compiling(state, cut).machine
+        machine = made.decide(state)[0].machine
     assert machine is not None
     return machine.compiled
 
@@ -111,6 +111,26 @@ def test_what_was_decided_or_set_is_not_asked_again() -> None:
     made, _ = tuning([])
     assert found(made, 10**6, compiled=False) is False
     assert asked == []
+
+
+def test_a_model_that_a_search_has_warmed_needs_no_pass_to_warm_it() -> None:
+    """The passes that come after the search for micro-batches: one that is timed."""
+
+    class Counted(Tuning):
+        def _pass(self, rows: Sequence[Row]) -> None:
+            passes.append(len(said.lines))
+            super()._pass(rows)
+
+    for tokens, after in ((None, 1), (200, 2)):
+        passes: list[int] = []
+        made, said = tuning([1.0], micro_rows="auto")
+        made = Counted(**vars(made))
+        machine = Machine("cpu", "float32", 1, None, "", "", "")
+        with packing(made.edit.model, True):
+            made.decide(State(0, total_steps=5, micro_tokens=tokens, machine=machine))
+        told = len(said.lines)
+        assert told == (1 if tokens is None else 0)  # of micro-batches, when they were searched
+        assert passes.count(told) == after
 
 
 class Failing(NotCompiled):

@@ -123,10 +123,24 @@ class TrainSettings(Settings):
         default="auto",
         description="run the model's blocks as compiled graphs; auto: on a CPU, where the run is long enough to pay",
     )
+    attention: Literal["auto", "triton"] = Field(
+        default="auto",
+        description="what computes attention in training; triton: afina's own kernels, unverified on a GPU so far",
+    )
     recompute: bool | Count | Literal["selective"] = Field(
         default=False,
         description="compute blocks again in backward instead of keeping what they hold: all, every n-th, or "
         "(selective) all but their matrix products",
+    )
+    step_in_backward: bool = Field(
+        default=False,
+        description="move each tensor inside the backward pass and drop its gradient, for full fine-tuning in less "
+        "memory; wants clip: null",
+    )
+    cache_inputs_gib: Positive | None = Field(
+        default=None,
+        description="where only upper blocks train: keep what enters them on the disk, in at most so many GiB, so that "
+        "the blocks below run in the first epoch alone; null: no",
     )
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
@@ -158,6 +172,20 @@ class TrainSettings(Settings):
                 raise ValueError(
                     f"micro_{kind} ({micro}) is a part of a step, so at most {kind}_per_step ({step})"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _gradients_one_by_one(self) -> TrainSettings:
+        if self.step_in_backward and self.clip is not None:
+            raise ValueError(
+                f"step_in_backward moves tensors before the norm of the whole gradient is known, so clip ({self.clip}) "
+                "cannot be kept: set clip to null, or leave step_in_backward out"
+            )
+        if self.step_in_backward and self.on_nan == "skip":
+            raise ValueError(
+                "step_in_backward moves tensors before the whole gradient is known to be finite, so such a step cannot "
+                "be left out: leave on_nan out (it is then stop), or step_in_backward"
+            )
         return self
 
 

@@ -45,16 +45,20 @@ _kernels = False
 
 
 @contextmanager
-def by_kernels(device: torch.device) -> Generator[None, None, None]:
+def by_kernels(device: torch.device, *, wanted: bool = True) -> Generator[None, None, None]:
     """Inside the block `ops.kernels` computes packed rows, where no soft cap and no dropout is asked for.
 
     Args:
         device: of the model.
+        wanted: False changes nothing.
 
     Raises:
         ConfigError: there is no Triton, or it cannot run on this device.
     """
     global _kernels
+    if not wanted:
+        yield
+        return
     _refuse_no_kernels(device)
     before, _kernels = _kernels, True
     try:

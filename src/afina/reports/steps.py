@@ -13,14 +13,17 @@ import torch
 from afina.errors import AfinaError, counted, lasting
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
+from afina.ops import attention
 from afina.parallel.runtime import OneProcess
 from afina.reports.trial import Trial, untouched, without
 from afina.train import micro, plan
 from afina.train.audit import AUDITED_STEPS
-from afina.train.loop import Step, Work, loop
+from afina.train.loop import loop
+from afina.train.lowest import place_of
 from afina.train.preflight import Finding, of_error, place, skipped
 from afina.train.resume import threads
 from afina.train.validate import mean_loss
+from afina.train.work import Step, Work
 
 WORSE = 0.05
 """Nats a token by which an edit may raise the base's loss before it has learnt."""
@@ -75,7 +78,11 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
     try:
         kept = nullcontext() if trial.disposable else untouched(trial.edit)
         again = Blocks(trial.model, trial.settings.recompute).running()
-        with threads(trial.settings.threads), kept, packing(trial.model, trial.packed), again:
+        wanted = trial.settings.attention == "triton"
+        by_kernels = attention.by_kernels(trial.device, wanted=wanted)
+        place_of(trial.edit, trial.settings, trial.seams, trial.rows, trial.total_steps)
+        packed = packing(trial.model, trial.packed)
+        with threads(trial.settings.threads), kept, packed, by_kernels, again:
             trial.model.train()
             tokens, why = trial.micro_tokens()
             steps = list(islice(loop(_work(trial, tokens), trial.windows()), AUDITED_STEPS))

@@ -86,7 +86,7 @@ class Trial:
         return micro.find_tokens([longest, *next(self.windows())], self._pass, self.passes)
 
     def _pass(self, rows: Sequence[Row]) -> None:
-        self.passes.trial(rows, self.edit)
+        self.passes.trial(rows, self.edit, dropping=self.settings.step_in_backward)
 
     @property
     def device(self) -> torch.device:

@@ -26,7 +26,7 @@ BEFORE_CONFIG = {"data.json": "sources", "environment.json": "packages"}
 OF_A_RUN = frozenset(
     (
         *BEFORE_CONFIG, CONFIG, "start.json", "result.json", "metrics.jsonl", "loss.png",
-        "adapter", "model", "checkpoints", "nan", "tensorboard",
+        "adapter", "model", "checkpoints", "nan", "inputs", "tensorboard",
     )
 )  # fmt: skip
 """All that a run writes into its folder: nothing else is ever removed."""

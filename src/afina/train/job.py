@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ from afina.train import (
     validate,
 )
 from afina.train.checkpoint import Contents
+from afina.train.entering import Entering
 from afina.train.fit import refuse_idle_settings, refuse_rows
 from afina.train.keeper import Keeper
-from afina.train.loop import Work, loop
+from afina.train.loop import loop
+from afina.train.lowest import place_of, refuse_too_little_room
 from afina.train.metrics import last_tenth_loss, scores_of
 from afina.train.options import RunOptions
 from afina.train.passes import Passes, passes_of, unshared
@@ -58,6 +60,7 @@ from afina.train.state import (
     starting_weights,
 )
 from afina.train.tuning import Tuning
+from afina.train.work import Work
 from afina.tree import Edit
 from afina.types import Row
 
@@ -95,6 +98,9 @@ class Job:
         self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
         self.seams = self.edit.seams(self.total_steps).and_then(self.options.seams)
+        self.place = place_of(self.edit, self.settings, self.seams, rows, self.total_steps)
+        if self.place is not None:
+            refuse_too_little_room(self.place, self.out)
         # What the settings cannot make is refused before a run that is there is removed.
         self.optimiser = plan.optimiser_of(self.edit, self.settings, self.seams)
         self.blocks = Blocks(
@@ -220,13 +226,16 @@ class Job:
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training
-        with packing(self.model, packed), self.blocks.running():
+        by_kernels = attention.by_kernels(
+            self._device(), wanted=self.settings.attention == "triton"
+        )
+        with packing(self.model, packed), by_kernels, self.blocks.running():
             self.model.train()
             try:
                 passes = self._passes(rows, say)
                 tuning = Tuning(self.edit, self.settings, passes, self.blocks, rows, say)
-                state, cut = tuning.micro_batches(state)
-                state = tuning.compiling(state, cut)
+                state, cut = tuning.decide(state)
+                entering = self._entering(passes, cut, rows, state.step, say)
                 if changes or not state.step:
                     record.write_start(self.out, state)
                 work = Work(
@@ -240,6 +249,7 @@ class Job:
                     self.seams,
                     self.total_steps,
                     plan.warmup_steps(self.settings, self.total_steps),
+                    **({} if entering is None else {"around": entering.around}),
                 )
                 score = validate.scorer(
                     val_rows, cut, passes, self.options.evaluate, own if packed else None
@@ -253,10 +263,29 @@ class Job:
             finally:
                 self.model.train(training)
         weights, best = keeper.finish()
+        if entering is not None:
+            entering.store.remove()
         steps, loss, skipped = keeper.state.step, last_tenth_loss(self.out), keeper.state.skipped
         run = Run(self.out, weights, steps, loss, scores_of(self.out, best), best, skipped)
         result.write(run)
         return run
+
+    def _entering(
+        self,
+        passes: Passes,
+        cut: Callable[[Sequence[Row]], list[list[Row]]],
+        rows: Sequence[Row],
+        step: int,
+        say: Reporter,
+    ) -> Entering | None:
+        """The way into the model at its lowest trained block; None where nothing of rows is kept."""
+        if self.place is None:
+            return None
+        parts = cut(next(plan.windows_from(self.settings, rows)))
+        base = base_fingerprint(self.model, self.edit)
+        entering = Entering.begin(self.place, passes, base, (self.out, step), parts)
+        say.say(f"{self.place} ({self.settings.cache_inputs_gib} GiB are granted)")
+        return entering
 
     def _by_row(self) -> bool:
         """Whether something of the run changes batches, or weighs losses, row by row."""

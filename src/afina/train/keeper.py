@@ -18,12 +18,12 @@ from afina.train import checkpoint, durable, nonfinite, ways
 from afina.train.checkpoint import Contents
 from afina.train.fit import refuse_unmeasured
 from afina.train.interrupt import between_steps
-from afina.train.loop import Step
 from afina.train.memory import OutOfMemoryError
 from afina.train.metrics import MetricsFile, plot_loss
-from afina.train.nonfinite import MOST_IN_A_ROW, Fault, NotFiniteError
+from afina.train.nonfinite import MOST_IN_A_ROW, TORN, Fault, NotFiniteError
 from afina.train.report import Reporter
 from afina.train.state import Difference, State
+from afina.train.work import Step
 
 LINE = ";\n          "
 """Between two ways out, each on a line of its own."""
@@ -97,10 +97,16 @@ class Keeper:
                         break
             except NotFiniteError as error:
                 kept = self._keep(error.fault)
-                then = self._before_ruin() if error.fault.ruined else self._saved_before()
-                raise error.fault.error(kept, then, self.settings.on_nan) from None
+                if error.fault.torn:
+                    then = self._before_tear()
+                else:
+                    then = self._before_ruin() if error.fault.ruined else self._saved_before()
+                # A step that moves tensors in backward cannot be left out, so that is not advised.
+                on_nan = "skip" if self.settings.step_in_backward else self.settings.on_nan
+                raise error.fault.error(kept, then, on_nan) from None
             except OutOfMemoryError as error:
-                raise OutOfMemoryError(error.step, error.rows, self._saved_before()) from None
+                then = f"{LINE}{TORN}{self._before_tear()}" if error.torn else self._saved_before()
+                raise OutOfMemoryError(error.step, error.rows, then, torn=error.torn) from None
             finally:
                 if board is not None:
                     board.close()
@@ -137,6 +143,13 @@ class Keeper:
         way = ways.resume(self.out, allow_changes=True, flags="--set …")
         steps = counted(self.state.step, "step")
         return f"{LINE}{steps} before it saved, go on with what is changed: {way}"
+
+    def _before_tear(self) -> str:
+        """Says where a run goes on whose weights are half moved, which are never saved."""
+        if self.saved is None:
+            return f"{LINE}no step is saved: begin anew: {ways.OVERWRITE}"
+        way = ways.resume(self.out, allow_changes=True, flags="--set …")
+        return f"{LINE}go on from the checkpoint of step {self.saved}, with what is changed: {way}"
 
     def _before_ruin(self) -> str:
         """Says where a run goes on whose newest weights are of no use: they are not saved, or passed over."""

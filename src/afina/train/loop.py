@@ -3,6 +3,8 @@
     window of rows -> micro-batches -> forward -> sum of token losses / trained tokens of the window -> backward
     -> reduce -> clip -> before_step -> optimiser -> audit -> after_step
 
+With `train.step_in_backward` reduce, optimiser and audit happen inside the last backward pass (`train.moving`).
+
 The loss of a step is the mean over all trained tokens of its rows, so it does not depend on how the rows are cut into
 micro-batches: 8 x 1, 2 x 4 and 1 x 8 give the same gradient.
 """
@@ -12,99 +14,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from afina.config import TrainSettings
-from afina.optim.optimisers import Optimiser
 from afina.optim.schedules import factor
-from afina.parallel.runtime import Mesh
-from afina.train.audit import AUDITED_STEPS, audit
+from afina.train.audit import AUDITED_STEPS, audit, refuse_silent
 from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
+from afina.train.moving import Mover
 from afina.train.nonfinite import Fault, NotFiniteError, fault_of
-from afina.train.passes import Passes, counted
+from afina.train.passes import counted
 from afina.train.validate import mean_loss
-from afina.tree import Edit, Seams, seed_of
+from afina.train.work import Step, Work
+from afina.tree import seed_of
 from afina.types import Row
-
-
-@dataclass(frozen=True)
-class Work:
-    """All that a step needs.
-
-    Attributes:
-        model: the changed model, on its device.
-        edit: what was changed.
-        optimiser: over the edit's trainable tensors.
-        settings: of the run.
-        cut: the rows of a step -> micro-batches of rows.
-        passes: rows of a micro-batch -> batch -> losses.
-        mesh: the processes.
-        seams: what techniques, and whoever called, do in between.
-        total_steps: of the whole run.
-        warmup_steps: of the whole run.
-    """
-
-    model: nn.Module
-    edit: Edit
-    optimiser: Optimiser
-    settings: TrainSettings
-    cut: Callable[[Sequence[Row]], list[list[Row]]]
-    passes: Passes
-    mesh: Mesh
-    seams: Seams
-    total_steps: int
-    warmup_steps: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one optimiser step did.
-
-    Attributes:
-        step: steps done, counted from 1.
-        loss: mean over the window's trained tokens, in nats.
-        rows: ids of the window's rows.
-        tokens: real tokens, padding not counted.
-        trained_tokens: that were labels.
-        gradient_norm: of the whole gradient, before clipping.
-        lr: the run's rate at this step.
-        seconds: that it took.
-        peak_bytes: highest memory use so far, None where unknown.
-        moved: whether the optimiser made a step.
-        fault: why it made none, when loss or gradient were not finite.
-    """
-
-    step: int
-    loss: float
-    rows: tuple[int, ...]
-    tokens: int
-    trained_tokens: int
-    gradient_norm: float
-    lr: float
-    seconds: float
-    peak_bytes: int | None
-    moved: bool = True
-    fault: Fault | None = None
-
-    def line(self) -> dict[str, Any]:
-        """As a line of metrics.jsonl."""
-        return {
-            "step": self.step,
-            "loss": self.loss,
-            "lr": self.lr,
-            "gradient_norm": self.gradient_norm,
-            "tokens": self.tokens,
-            "trained_tokens": self.trained_tokens,
-            "tokens_per_s": self.tokens / self.seconds if self.seconds else None,
-            "seconds": self.seconds,
-            "peak_bytes": self.peak_bytes,
-            "rows": list(self.rows),
-            **({} if self.fault is None else {"skipped": self.fault.cause()}),
-        }
 
 
 def loop(
@@ -132,15 +58,21 @@ def loop(
     for step in range(start, work.total_steps):
         began = time.perf_counter()
         rows = work.mesh.share(list(next(windows)))
-        done = backward(work, rows, step)
+        lr = _lr(work, step)
+        work.optimiser.set_lr(lr)
+        mover = work.mover()
+        done = backward(work, rows, step, mover)
         tensors = work.edit.trainable()
-        whole = _reduce(work, tensors)
+        in_backward = mover is not None and mover.acted
+        whole = mover.norm() if mover is not None and in_backward else _reduce(work, tensors)
         norm = float(whole)
         fault = _fault(work, step, done, norm, rows, learnt)
         moved = done.trained > 0 and fault is None
-        lr = _lr(work, step)
         if moved:
-            _move(work, tensors, step, whole, lr, audited=moves)
+            if mover is not None and in_backward:
+                _judge(work, mover, moves)
+            else:
+                _move(work, tensors, step, whole, audited=moves)
             moves += 1
             learnt = rows, done.loss
         work.optimiser.clear_gradients()
@@ -178,6 +110,7 @@ def _fault(
         return None
     tensors, relapse = work.edit.trainable(), _relapse(work, learnt)
     fault = fault_of(step + 1, done.loss, norm, done.parts, tensors, rows, relapse)
+    fault = replace(fault, torn=done.torn)
     if work.settings.on_nan == "stop" or fault.ruined:
         raise NotFiniteError(fault)
     return fault
@@ -205,7 +138,6 @@ def _move(
     tensors: dict[str, nn.Parameter],
     step: int,
     norm: Tensor,
-    lr: float,
     *,
     audited: int,
 ) -> None:
@@ -214,12 +146,18 @@ def _move(
         torch.nn.utils.clip_grads_with_norm_(tensors.values(), work.settings.clip, norm)
     for before in work.seams.before_step:
         before(step, tensors)
-    work.optimiser.set_lr(lr)
     work.optimiser.step()
     for after in work.seams.moved:
         after(step, tensors)
     if audited < AUDITED_STEPS:
         audit(tensors, audited, work.edit.silent_at_start())
+
+
+def _judge(work: Work, mover: Mover, audited: int) -> None:
+    """At the first two moves of a run: asks whether every tensor learns, as `_move` does."""
+    if audited < AUDITED_STEPS:
+        every, silent = len(work.edit.trainable()), work.edit.silent_at_start()
+        refuse_silent(mover.missing(), mover.zero, every, audited, silent)
 
 
 class Gradient(NamedTuple):
@@ -230,39 +168,69 @@ class Gradient(NamedTuple):
         tokens: real ones.
         trained: those that were labels.
         parts: row ids and share of the loss, of each micro-batch.
+        torn: some tensors moved inside the backward pass, and others could not.
     """
 
     loss: float
     tokens: int
     trained: int
     parts: list[tuple[tuple[int, ...], float]]
+    torn: bool = False
 
 
-def backward(work: Work, rows: Sequence[Row], step: int) -> Gradient:
+def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = None) -> Gradient:
     """Adds the gradient of the window's mean token loss.
 
     Each micro-batch is run backward on its own, so only one is ever in memory.
+
+    Args:
+        work: what to train and how.
+        rows: of the window.
+        step: counted from 0.
+        mover: moves the tensors inside the last backward pass.
     """
     trained = int(work.mesh.sum(sum(row.trained_tokens for row in rows)))
     tokens = int(work.mesh.sum(sum(len(row.tokens) for row in rows)))
     parts: list[tuple[tuple[int, ...], float]] = []
-    for number, micro in enumerate(work.cut(rows)):
+    cut = work.cut(rows)
+    last = max(
+        (n for n, micro in enumerate(cut) if any(r.trained_tokens for r in micro)), default=0
+    )
+    for number, micro in enumerate(cut):
+        run = Tensor.backward
+        if mover is not None and number == last:
+            run = partial(mover.backward, before=sum(part for _, part in parts))
         try:
-            part = _pass(work, micro, step, number, trained)
+            part = _pass(work, micro, (step, number), trained, run)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             work.optimiser.clear_gradients()
-            raise OutOfMemoryError(step + 1, micro) from None
+            torn = mover is not None and mover.torn
+            raise OutOfMemoryError(step + 1, micro, torn=torn) from None
         if part is not None:
             parts.append(part)
-    return Gradient(work.mesh.sum(sum(part for _, part in parts)), tokens, trained, parts)
+    loss = work.mesh.sum(sum(part for _, part in parts))
+    return Gradient(loss, tokens, trained, parts, torn=mover is not None and mover.torn)
 
 
 def _pass(
-    work: Work, rows: Sequence[Row], step: int, number: int, trained: int
+    work: Work,
+    rows: Sequence[Row],
+    place: tuple[int, int],
+    trained: int,
+    run: Callable[[Tensor], None],
 ) -> tuple[tuple[int, ...], float] | None:
-    """Forward and backward of one micro-batch: its row ids and share of the loss; None when nothing in it trains."""
+    """Forward and backward of one micro-batch: its row ids and share of the loss; None when nothing in it trains.
+
+    Args:
+        work: what to train and how.
+        rows: of the micro-batch.
+        place: its step and its number in it, both from 0.
+        trained: tokens of the whole window.
+        run: the backward pass.
+    """
+    step, number = place
     batch = work.passes.batch(rows)
     seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
     # Dropout, and what a seam draws from torch, then are pure functions of the step.
@@ -271,13 +239,14 @@ def _pass(
         batch = change(batch, step)
     if batch.trained_tokens == 0:
         return None
-    losses = work.passes.losses(batch, step=step, seed=seed)
+    with work.around(rows, step, number):
+        losses = work.passes.losses(batch, step=step, seed=seed)
     for weigh in work.seams.loss:
         losses = weigh(losses, batch, step)
     loss = counted(losses, batch).sum() / trained
     # Each micro-batch adds the share of the penalty that it is of the window, so that cutting changes nothing.
     share = batch.trained_tokens / trained
-    sum((penalty(step) * share for penalty in work.seams.penalty), loss).backward()
+    run(sum((penalty(step) * share for penalty in work.seams.penalty), loss))
     return batch.rows, float(loss.detach())
 
 

@@ -9,7 +9,6 @@ import torch
 from afina.config import TrainSettings
 from afina.train.memory import free_bytes, peak_bytes, used_bytes
 from afina.train.passes import Passes
-from afina.tree import Edit
 from afina.types import Row
 
 MOST_TOKENS = 2048
@@ -23,10 +22,12 @@ def is_found(settings: TrainSettings) -> bool:
     return "auto" in (settings.micro_rows, settings.micro_tokens)
 
 
-def find(rows: Sequence[Row], step: Sequence[Row], passes: Passes, edit: Edit) -> tuple[int, str]:
+def find(
+    rows: Sequence[Row], step: Sequence[Row], run: Callable[[Sequence[Row]], None], passes: Passes
+) -> tuple[int, str]:
     """The tokens of a micro-batch, found on a step with the longest of all rows added, and why; as `find_tokens`."""
     longest = max(rows, key=lambda row: len(row.tokens))
-    return find_tokens([longest, *step], lambda part: passes.trial(part, edit), passes)
+    return find_tokens([longest, *step], run, passes)
 
 
 def cutter(

@@ -22,7 +22,9 @@ RUIN = 2.0
 MOST_IN_A_ROW = 10
 """So many steps skipped one after another stop a run: it is then not a row that is bad, but the model."""
 
-TORN = "some weights had moved before that was known (train.step_in_backward), so they are not saved"
+TORN = (
+    "some weights had moved before that was known (train.step_in_backward), so they are not saved"
+)
 """Said where a step was broken off that cannot be taken back."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from afina.config import TrainSettings
 from afina.data.order import steps_in, windows
+from afina.errors import ConfigError
 from afina.optim.optimisers import Optimiser
 from afina.tree import Edit, Seams
 from afina.types import Row
@@ -38,7 +39,12 @@ def windows_from(
 
 
 def optimiser_of(edit: Edit, settings: TrainSettings, seams: Seams) -> Optimiser:
-    """The optimiser of a run, with a group for each learning rate."""
+    """The optimiser of a run, with a group for each learning rate.
+
+    Raises:
+        ConfigError: torch.optim has none of that name, or something of the run wants gradients that will be gone.
+    """
+    _refuse_whole_gradient(settings, seams)
     scales = edit.lr_scales()
     for change in seams.param_groups:
         scales = change(scales)
@@ -56,3 +62,24 @@ def _step_size(settings: TrainSettings) -> dict[str, int | None]:
         "rows_per_step": settings.rows_per_step,
         "tokens_per_step": settings.tokens_per_step,
     }
+
+
+def _refuse_whole_gradient(settings: TrainSettings, seams: Seams) -> None:
+    """Raises when tensors are to move in backward, and something of the run wants the whole gradient first.
+
+    Args:
+        settings: of the run; what they contradict by themselves, they refuse themselves.
+        seams: of the run.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    looking = [*seams.before_step, *seams.moved]
+    if settings.step_in_backward and looking:
+        names = [getattr(function, "__qualname__", type(function).__name__) for function in looking]
+        raise ConfigError(
+            "train.step_in_backward drops each gradient at once, and something of this run looks at all of them",
+            got=", ".join(names),
+            cure="leave train.step_in_backward out, or what looks at the gradients: a technique, or in Python "
+            "Seams.before_step or Seams.moved",
+        )

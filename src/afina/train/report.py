@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import Any, Protocol, TextIO
 
-from afina.train.loop import Step
+from afina.train.work import Step
 
 
 class Reporter(Protocol):

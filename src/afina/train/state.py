@@ -32,7 +32,9 @@ TECHNIQUES = "the techniques"
 OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads", "train.compile")
 """Settings that stand in `Machine` as what they came to, so that "the best there is" is compared by what it was."""
 
-HARMLESS = ("train.save_every", "train.keep_last", "train.tensorboard")
+HARMLESS = (
+    "train.save_every", "train.keep_last", "train.tensorboard", "train.step_in_backward",
+)  # fmt: skip
 """Settings that change nothing of what is learnt or kept in the end."""
 
 

@@ -51,22 +51,35 @@ class Tuning:
     say: Reporter
     clock: Callable[[], float] = time.perf_counter
 
-    def micro_batches(self, state: State) -> tuple[State, Cut]:
-        """How a step is cut into micro-batches: as set, as decided before, or found by trial."""
+    def decide(self, state: State) -> tuple[State, Cut]:
+        """Micro-batches and compiling: as set, as decided when the run began, or found out; says what, and why.
+
+        Raises:
+            RunError: blocks that are to be compiled cannot be, here.
+        """
+        searched = state.micro_tokens is None and micro.is_found(self.settings)
+        state, cut = self._micro_batches(state)
+        self._tell_of_sums(cut)
+        return self._compiling(state, cut, warm=searched), cut
+
+    def _tell_of_sums(self, cut: Cut) -> None:
+        parts = len(cut(self._first_step()))
+        if self.settings.step_in_backward and parts > 1:
+            self.say.say(
+                f"train.step_in_backward saves no memory here: a step has {parts} micro-batches, whose gradients are "
+                "summed before anything moves; fewer rows a step, or larger micro-batches, would make it one"
+            )
+
+    def _micro_batches(self, state: State) -> tuple[State, Cut]:
         tokens = state.micro_tokens
         if not micro.is_found(self.settings):
             tokens = None
         elif tokens is None:
-            tokens, why = micro.find(self.rows, self._first_step(), self.passes, self.edit)
+            tokens, why = micro.find(self.rows, self._first_step(), self._pass, self.passes)
             self.say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
         return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, self.passes)
 
-    def compiling(self, state: State, cut: Cut) -> State:
-        """Compiles the blocks when that was set, was decided before, or pays; says which, and why.
-
-        Raises:
-            RunError: it was set or decided, and cannot be done here.
-        """
+    def _compiling(self, state: State, cut: Cut, *, warm: bool) -> State:
         machine = cast("Machine", state.machine)
         # The same rows whenever the run begins or goes on, so that the graphs are the same.
         parts = cut(self._first_step())
@@ -74,14 +87,21 @@ class Tuning:
             if machine.compiled:
                 self._compile(parts[0])
             return state
-        compiled = self._pays(parts, state.total_steps)
+        compiled = self._pays(parts, state.total_steps, warm=warm)
         return replace(state, machine=replace(machine, compiled=compiled))
 
-    def _pays(self, parts: Sequence[Sequence[Row]], steps: int) -> bool:
-        """Compiles when the run is long enough to get the time back, and keeps it when a pass is faster for it."""
+    def _pays(self, parts: Sequence[Sequence[Row]], steps: int, *, warm: bool) -> bool:
+        """Compiles when the run is long enough to get the time back, and keeps it when a pass is faster for it.
+
+        Args:
+            parts: the first step's micro-batches.
+            steps: of the run.
+            warm: passes ran just now, so that the first is not slower than the others.
+        """
         if self.passes.device.type != "cpu" or not self.blocks.blocks:
             return False
-        self._pass(parts[0])
+        if not warm:
+            self._pass(parts[0])
         plain_s = self._timed(parts[0])
         tokens = sum(self.passes.tokens(part) for part in parts)
         run_s = plain_s * tokens / self.passes.tokens(parts[0]) * steps
@@ -131,7 +151,7 @@ class Tuning:
         return next(plan.windows_from(self.settings, self.rows))
 
     def _pass(self, rows: Sequence[Row]) -> None:
-        self.passes.trial(rows, self.edit)
+        self.passes.trial(rows, self.edit, dropping=self.settings.step_in_backward)
 
     def _timed(self, rows: Sequence[Row]) -> float:
         began = self.clock()
