@@ -19,7 +19,12 @@ from .jobs import write_json
 
 ROOT = Path(__file__).parents[2]
 LOCK = Path(tempfile.gettempdir()) / "afina-bench.lock"
-MODULES = {"peer": "bench.kit.peer", "afina": "bench.kit.ours", "answers": "bench.kit.answers"}
+MODULES = {
+    "peer": "bench.kit.peer",
+    "afina": "bench.kit.ours",
+    "answers": "bench.kit.answers",
+    "method": "bench.kit.method",
+}
 
 
 def result_of(folder: Path) -> dict[str, Any] | None:
