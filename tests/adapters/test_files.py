@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from afina.adapters import files
+from afina.adapters import files, writing
 from afina.errors import AdapterError
 from afina.table import apply
 from afina.techniques.full import Full
@@ -249,7 +249,7 @@ def test_a_failed_save_leaves_no_half_folder(
         raise OSError("No space left on device")
 
     if where == "tensors":
-        monkeypatch.setattr(files, "save_file", fails)
+        monkeypatch.setattr(writing, "save_file", fails)
     with pytest.raises(OSError, match="No space"):
         files.save(edit, target, base="tiny", tokenizer=Broken() if where == "tokenizer" else None)
     assert {p.name for p in tmp_path.iterdir()} == {"adapter"}

@@ -16,7 +16,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 import afina
-from afina.adapters import files
+from afina.adapters import files, writing
 from afina.adapters.card import Record
 from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.peft_lora import pattern, patterns
@@ -146,7 +146,7 @@ def test_a_file_that_reads_back_otherwise_is_not_put_in_place(
         DAMAGE[damage](tensors)
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(files, "save_file", damaged)
+    monkeypatch.setattr(writing, "save_file", damaged)
     for folder in ("a", "new"):
         with pytest.raises(AdapterError, match="not the one in memory"):
             files.save(edit, tmp_path / folder, base="tiny")

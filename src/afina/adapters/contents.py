@@ -6,7 +6,7 @@ PEFT loads from there the parts that it knows; in the edit's own table the keys 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ def part_config(part: Part, base: str, revision: str | None = None) -> dict[str,
     whole = sorted({name.rsplit(".", 1)[0] for name, p in every if id(p) in trained})
     return {
         "peft_type": kind.peft_type,
-        "task_type": _task(part.model, whole),
+        "task_type": task_of(part.model, whole),
         "base_model_name_or_path": base,
         "revision": revision,
         "modules_to_save": whole or None,
@@ -165,8 +165,11 @@ def _some(edit: Edit) -> list[Part]:
     return parts
 
 
-def _task(model: nn.Module, whole: list[str]) -> str | None:
-    """PEFT's name of the task. For classifiers PEFT expects the head in the file, so they have none without it."""
+def task_of(model: nn.Module, whole: Sequence[str]) -> str | None:
+    """PEFT's name of the task, given the modules that the file has whole.
+
+    For classifiers PEFT expects the head in the file, so they have none without it.
+    """
     name = type(model).__name__
     if "CausalLM" in name or "LMHeadModel" in name:
         return "CAUSAL_LM"

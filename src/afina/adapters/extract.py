@@ -26,9 +26,11 @@ from afina import seams
 from afina.adapters.arithmetic import Place, error_of, kept_of
 from afina.adapters.at_hand import AtHand, open_model
 from afina.adapters.computed import Computed
+from afina.adapters.contents import task_of
 from afina.adapters.outputs import MADE_BY, place_of, refuse_out, tokenizer_in
+from afina.adapters.peft_lora import target_modules
 from afina.adapters.products import Product
-from afina.adapters.result import Result, targets_in, task_of
+from afina.adapters.result import Result
 from afina.adapters.target import resolve_run
 from afina.errors import AdapterError, ModelError, counted
 from afina.models.locate import resolve
@@ -133,7 +135,7 @@ def extract(
         fingerprint=old.fingerprint(sorted(whole)),
         rounded=None,
         task=task_of(old.skeleton, sorted({name.rpartition(".")[0] for name in whole})),
-        targets=targets_in(old.skeleton, set(products)),
+        targets=tuple(target_modules(old.skeleton, list(products))),
         conv1d=any(site.kind == "conv1d" for site in sites),
         told=told,
         tokenizer=tokenizer_in(new.folder),

@@ -6,15 +6,11 @@ read strictly: every tensor of the file has its place in the model, or nothing i
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from afina.adapters.card import Record, card, dumps, record_of
@@ -24,18 +20,15 @@ from afina.adapters.layout import (
     CARD,
     CONFIG,
     RECORD,
-    TEMPLATES,
-    TOKENIZER,
-    WEIGHTS,
     read_tensors,
-    refuse_unusable,
 )
 from afina.adapters.replace import replace_folder
+from afina.adapters.writing import write
 from afina.errors import AdapterError, AfinaError, counted
 from afina.places import local
 from afina.problems import name_of
 from afina.seams import require_model
-from afina.table import TECHNIQUES, apply
+from afina.table import apply
 from afina.tree import Edit
 
 __all__ = ["Fitted", "Record", "fit", "load", "peft_config", "peft_tensors", "put", "read_tensors"]
@@ -81,28 +74,19 @@ def save(
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in peft_tensors(edit).items()}
         known = record_of(edit, base, record)
         configs = _part_configs(edit, base, record.revision)
-    refuse_unusable(tensors, "not saved")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        _write_tensors(temporary, tensors, configs)
-        texts = {
-            CONFIG: dumps(config),
-            RECORD: dumps(known),
-            CARD: card(known, tensors, chats=bool(getattr(tokenizer, "chat_template", None))),
-            **{f"{key}/{CONFIG}": dumps(part) for key, part in configs.items()},
-        }
-        for name, text in texts.items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        _compare(temporary, tensors, texts)
-        _take_along(folder, temporary)
-        replace_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    texts = {
+        CONFIG: dumps(config),
+        RECORD: dumps(known),
+        CARD: card(known, tensors, chats=bool(getattr(tokenizer, "chat_template", None))),
+        **{f"{key}/{CONFIG}": dumps(part) for key, part in configs.items()},
+    }
+    write(folder, tensors, texts, parts=configs, beside=_saves(tokenizer))
     return folder
+
+
+def _saves(tokenizer: Any) -> Callable[[Path], object]:
+    """Writes the tokenizer into a folder, if there is one."""
+    return (lambda folder: None) if tokenizer is None else tokenizer.save_pretrained
 
 
 def _part_configs(edit: Edit, base: str, revision: str | None) -> dict[str, dict[str, Any]]:
@@ -111,38 +95,6 @@ def _part_configs(edit: Edit, base: str, revision: str | None) -> dict[str, dict
     if len(parts) == 1:
         return {}
     return {part.technique.key: part_config(part, base, revision) for part in parts}
-
-
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], parts: Collection[str]) -> None:
-    for key in parts:
-        (folder / key).mkdir()
-        inside = {
-            n.removeprefix(f"{key}/"): t for n, t in tensors.items() if n.startswith(f"{key}/")
-        }
-        _write_tensors(folder / key, inside, ())
-    if not parts:
-        # One entry of metadata: the order of several would change from process to process.
-        save_file(dict(sorted(tensors.items())), folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def _take_along(folder: Path, temporary: Path) -> None:
-    """Puts what somebody else laid into an adapter's folder into the one that takes its place."""
-    own = {CONFIG, WEIGHTS, RECORD, CARD, TEMPLATES, *TOKENIZER, *TECHNIQUES}
-    for path in folder.iterdir() if folder.exists() else ():
-        if path.name in own:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, temporary / path.name, symlinks=True, copy_function=_linked)
-        else:
-            _linked(path, temporary / path.name)
-
-
-def _linked(source: str | Path, target: str | Path) -> None:
-    """The same file under another name where the disk can do that, which costs no room; else a copy."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _refuse_state(edit: Edit) -> None:
@@ -156,35 +108,6 @@ def _refuse_state(edit: Edit) -> None:
     else:
         return
     raise AdapterError(what, got=", ".join(t.key for t in edit.techniques), cure=cure)
-
-
-def _compare(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Reads what was written.
-
-    Raises:
-        AdapterError: when it is not what was meant.
-    """
-    written = read_tensors(folder)
-    problems = [f"{key}: missing or too much" for key in sorted(set(written) ^ set(tensors))]
-    for key in sorted(set(written) & set(tensors)):
-        one, other = written[key], tensors[key]
-        if one.shape != other.shape or one.dtype != other.dtype:
-            problems.append(
-                f"{key}: {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
-            )
-        elif not torch.equal(one, other):
-            problems.append(f"{key}: other values")
-    problems += [
-        f"{name}: other text"
-        for name, text in texts.items()
-        if (folder / name).read_text(encoding="utf-8") != text
-    ]
-    if problems:
-        raise AdapterError(
-            "the adapter that was written is not the one in memory, and was not put into its place",
-            got="\n          ".join(problems[:SHOWN]),
-            cure="check the disk, and save again",
-        )
 
 
 def load(model: nn.Module, folder: str | Path, *, allow_partial: bool = False) -> Edit:

@@ -221,7 +221,7 @@ def _config(part: Part) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": _plain(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": _target_modules(part.model, list(deltas)),
+        "target_modules": target_modules(part.model, list(deltas)),
         "exclude_modules": None,
         "use_rslora": lora.rslora,
         "use_dora": False,
@@ -255,7 +255,7 @@ def _plain(number: float) -> float | int:
     return int(number) if float(number).is_integer() else number
 
 
-def _target_modules(model: nn.Module, targets: list[str]) -> list[str]:
+def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
     """Last parts of the names where these say exactly the targets (as PEFT reads them), else whole names."""
     tails = sorted({name.rsplit(".", 1)[-1] for name in targets})
     reached = {s.name for s in seams.map_sites(model) if s.name.rsplit(".", 1)[-1] in tails}

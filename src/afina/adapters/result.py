@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from afina import seams
 from afina.adapters.at_hand import AtHand
 from afina.adapters.card import Record, card, contents_of, dumps
 from afina.adapters.layout import CARD, CONFIG, PREFIX, RECORD
@@ -221,20 +220,3 @@ def targets_of(
         names |= set(said)
     reached = all(any(n == t or n.endswith(f".{t}") for t in names) for n in products)
     return tuple(sorted(names)) if reached else None
-
-
-def targets_in(model: nn.Module, places: set[str]) -> tuple[str, ...]:
-    """Last parts of the names where these say exactly the places, as PEFT reads them; else whole names."""
-    tails = {name.rpartition(".")[2] for name in places}
-    reached = {s.name for s in seams.map_sites(model) if s.name.rpartition(".")[2] in tails}
-    return tuple(sorted(tails if reached == places else places))
-
-
-def task_of(model: nn.Module, whole: Sequence[str]) -> str | None:
-    """PEFT's name of a model's task. A classifier has one only where its head is among what is saved whole."""
-    name = type(model).__name__
-    if "CausalLM" in name or "LMHeadModel" in name:
-        return "CAUSAL_LM"
-    if "Classification" in name and seams.head(model).name in whole:
-        return "SEQ_CLS" if "Sequence" in name else "TOKEN_CLS"
-    return None

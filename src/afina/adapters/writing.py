@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -32,15 +32,17 @@ def write(
     tensors: Mapping[str, Tensor],
     texts: Mapping[str, str],
     *,
-    beside: Callable[[Path], object],
-    check: Callable[[Path], object],
+    parts: Collection[str] = (),
+    beside: Callable[[Path], object] = lambda folder: None,
+    check: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """Writes an adapter of one technique, whole or not at all.
+    """Writes an adapter, whole or not at all.
 
     Args:
         folder: of an adapter that is there already every file is replaced; others in it stay.
-        tensors: by their keys.
+        tensors: by their keys; those of a part begin with `PART/`.
         texts: contents of the other files, by name.
+        parts: the folders of an adapter of several techniques.
         beside: writes what goes along, such as a tokenizer, into the folder it is given.
         check: raises when what lies in the folder it is given is not right.
 
@@ -52,8 +54,7 @@ def write(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        # One entry of metadata: the order of several would change from process to process.
-        save_file(dict(sorted(tensors.items())), temporary / WEIGHTS, metadata={"format": "pt"})
+        _write_tensors(temporary, tensors, parts)
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         beside(temporary)
@@ -63,6 +64,18 @@ def write(
         replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], parts: Collection[str]) -> None:
+    for key in parts:
+        (folder / key).mkdir()
+        inside = {
+            n.removeprefix(f"{key}/"): t for n, t in tensors.items() if n.startswith(f"{key}/")
+        }
+        _write_tensors(folder / key, inside, ())
+    if not parts:
+        # One entry of metadata: the order of several would change from process to process.
+        save_file(dict(sorted(tensors.items())), folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _take_along(folder: Path, temporary: Path) -> None:
