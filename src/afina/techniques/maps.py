@@ -30,9 +30,7 @@ class Beside(Technique):
     def whole_modules(self, model: nn.Module) -> list[str]:
         """Names of the base tensors that `modules_to_save` trains, each tied tensor once, under its own name."""
         wanted = {
-            id(p)
-            for module in self._whole(model)
-            for p in model.get_submodule(module).parameters()
+            id(p) for module in self._whole(model) for p in model.get_submodule(module).parameters()
         }
         return [name for name, p in model.named_parameters() if id(p) in wanted]
 
@@ -75,7 +73,7 @@ class OnMaps(Beside):
         presets = [preset for preset in ("all-linear", "attention") if preset in self.target]
         if presets:
             seams.require_stack(model, f"{self.key}.target: {presets[0]}")
-        chosen = {name for pattern in self.target for name in self._targets(sites, pattern)}
+        chosen = self.chosen(model, sites)
         chosen -= set(match(chosen, self.exclude, setting=f"{self.key}.exclude"))
         chosen -= set(self._whole(model))
         layers = seams.chosen_layers(model, self.layers, setting=f"{self.key}.layers")
@@ -88,6 +86,10 @@ class OnMaps(Beside):
                 cure="widen target or layers, or exclude less",
             )
         return [site for site in sites if site.name in chosen]
+
+    def chosen(self, model: nn.Module, sites: list[seams.MapSite]) -> set[str]:
+        """Names of the maps that the settings ask for, those left out by others among them."""
+        return {name for pattern in self.target for name in self._targets(sites, pattern)}
 
     def _targets(self, sites: list[seams.MapSite], pattern: str) -> list[str]:
         inside = [s.name for s in sites if s.block is not None and s.kind != "embedding"]
