@@ -11,6 +11,7 @@ Legend: B (out × r), A (r × in), s the scale, as the configuration and its pat
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -225,6 +226,8 @@ def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product
             wanted="A (r, in) and B (out, r)",
         )
     rank = a_RI.shape[0]
+    if rank == 0:
+        raise AdapterError("A and B of one place are empty", got=f"{folder}: {name}")
     if ends == VALUES:
         # PEFT divides by the rank and a little more, so that a rank of 0 does no harm.
         scale = float(config.get("lora_alpha") or rank) / (rank + 1e-5)
@@ -235,8 +238,13 @@ def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product
 
 
 def _alpha(name: str, rank: int, config: Config, folder: Path) -> float:
-    ranks = pattern(config.get("rank_pattern"), name, config["r"])
-    alphas = pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
+    try:
+        ranks = pattern(config.get("rank_pattern"), name, config.get("r"))
+        alphas = pattern(config.get("alpha_pattern"), name, config.get("lora_alpha"))
+    except (re.error, AttributeError) as error:  # no table, or no expressions in it
+        raise AdapterError(
+            "the patterns of ranks or alphas are none", got=f"{folder / CONFIG}: {error}"
+        ) from None
     if rank not in ranks:
         raise AdapterError(
             "a rank in the file and in the configuration differ",
@@ -248,7 +256,10 @@ def _alpha(name: str, rank: int, config: Config, folder: Path) -> float:
             got=f"{folder}: {name}, {' or '.join(map(str, alphas))}",
             cure="the first counted in training, and PEFT sorts them when it saves: keep the one that counted",
         )
-    return float(alphas[0])
+    alpha = alphas[0]
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise AdapterError("an alpha is no number", got=f"{folder}: {name}, {alpha!r}")
+    return float(alpha)
 
 
 def stored_type(sources: list[Source]) -> torch.dtype:
