@@ -19,6 +19,8 @@ from afina.evaluate.evaluate import evaluate
 from afina.models import generate as generating
 from afina.models.generate import generate
 from afina.table import TECHNIQUES, apply
+from afina.techniques.lora import LoRA
+from afina.techniques.quantize import Quantize
 from tests import battery
 from tests.data import kit
 from tests.tiny import byte_tokenizer, tiny_llama
@@ -115,15 +117,25 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
         "exclude": ("q_proj",), "layers": "0", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2.0},
         "modules_to_save": ("lm_head",),
     },
+    "ia3": {
+        "target": ("q_proj",), "feedforward": ("o_proj",), "exclude": ("k_proj",), "layers": "0",
+        "modules_to_save": ("lm_head",),
+    },
     "full": {"layers": "0", "target": ("q_proj",), "exclude": ("q_proj",)},
+    "quantize": {
+        "kind": "int8", "block": 32, "double_quant": False, "compute_dtype": "bf16", "target": ("q_proj",),
+        "exclude": ("q_proj",),
+    },
 }  # fmt: skip
 
 
-def trained(kind: type[Any], **settings: Any) -> Any:
+def trained(kind: type[Any], /, **settings: Any) -> Any:
     """What a technique makes of a model: names, shapes, learning rates, and the gradient of a first step."""
     model = battery.build("llama")
     beside = {"rank": 4} if "rank" in kind.model_fields else {}
-    edit = apply(model, [kind(**(beside | settings))])
+    # Of what trains nothing itself, what trains beside it shows the difference.
+    others = [LoRA(rank=2)] if kind is Quantize else []
+    edit = apply(model, [kind(**(beside | settings)), *others])
     torch.manual_seed(0)
     model.train()
     model(torch.arange(6)[None]).logits.square().sum().backward()

@@ -110,7 +110,8 @@ def test_json_alone_on_the_standard_output(
 @pytest.mark.parametrize(
     ("flags", "status", "says"),
     [
-        (["--dtype", "int4"], 2, "unknown dtype"),
+        (["--dtype", "int4"], 2, "not merged into few bits"),
+        (["--dtype", "fp23"], 2, "unknown dtype"),
         (["--tolerance", "-1"], 2, "tolerance"),
         (["--base", "nowhere/at.gguf"], 4, "no such file"),
         (["--prompts", "nowhere.txt"], 3, "nowhere.txt"),

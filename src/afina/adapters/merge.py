@@ -31,7 +31,9 @@ from afina.places import exists, local
 from afina.problems import name_of, of_kind
 from afina.tree import Edit
 
-FEW_BITS = re.compile(r"(nf|fp|int|q|iq)?[2-8]([-_ ]?bits?|_[0-9a-z_]+)?|int8|fp8.*|e[45]m[23].*")
+FEW_BITS = re.compile(
+    r"(nf|int|fp|q|iq)?4([-_ ]?bits?|_[0-9a-z_]+)?|(int)?8([-_ ]?bits?)?|(q|iq)[2-8].*"
+)
 """Names of formats of 2 to 8 bits, as people write them."""
 
 __all__ = ["MergeSettings", "Merged", "merge", "merge_unchecked", "refuse_failed"]
@@ -210,26 +212,26 @@ def _format(dtype: str | None, *, to_file: bool) -> str | None:
             got=dtype,
             cure="name a file NAME.gguf as the output, or choose bf16",
         )
-    _refuse_few_bits(dtype)
     kinds = "fp32, bf16, fp16 or q8_0" if to_file else "fp32, bf16, fp16 or fp64"
+    _refuse_few_bits(dtype, kinds)
     found = parse_dtype(dtype, wanted=kinds, default="to keep the base's")
     if to_file and found == torch.float64:
         raise ConfigError("a GGUF file holds no fp64", got=dtype, wanted=kinds)
     return next(name for name, other in DTYPES.items() if other == found)
 
 
-def _refuse_few_bits(dtype: str) -> None:
-    """Raises for a format of few bits, and says why.
+def _refuse_few_bits(dtype: str, wanted: str) -> None:
+    """Raises for a format of few bits, and says why; `wanted` are those that there are.
 
     Raises:
         ConfigError: it is one.
     """
     if FEW_BITS.fullmatch(dtype.lower()):
         raise ConfigError(
-            "a change is not merged into few bits: rounding the sum to them undoes most of it, for it is smaller than "
-            "their steps",
+            "a change is not merged into few bits: its steps are larger than the change, and rounding the sum to that "
+            "dtype undoes most of it",
             got=dtype,
-            wanted="16 or 32 bits",
+            wanted=wanted,
             cure="merge in bf16, and quantise the merged model when it is loaded: quantize in a run's techniques "
             "(in Python afina.load(…, quantize=afina.Quantize()))",
         )
