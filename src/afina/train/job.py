@@ -263,6 +263,8 @@ class Job:
             finally:
                 self.model.train(training)
         weights, best = keeper.finish()
+        for line in self.edit.outcome():
+            say.say(line)
         if entering is not None:
             entering.store.remove()
         steps, loss, skipped = keeper.state.step, last_tenth_loss(self.out), keeper.state.skipped

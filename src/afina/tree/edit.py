@@ -148,6 +148,10 @@ class Edit:
             found = found.and_then(technique.seams(self, total_steps))
         return found
 
+    def outcome(self) -> list[str]:
+        """What training made of the techniques beside the values, in lines."""
+        return [line for technique in self.techniques for line in technique.outcome(self)]
+
     def state(self) -> dict[str, Tensor]:
         """What the children hold beside their parameters, by full name: a run needs it to go on."""
         return {
@@ -331,7 +335,7 @@ class Edit:
         """The table of trainable and total parameters, one line a block or group of equal blocks."""
         lines = format_counts(parameter_counts(self.model, self.trainable()))
         lines += [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes), *self.outcome()])
 
 
 class _Attached:

@@ -34,6 +34,7 @@ class Delta(nn.Module, ABC):
         acts_on_input: `inward` changes what the module is given.
         enabled: False makes the module act as the base did (see `Edit.disabled`).
         transposed: the base's weight is stored as (in, out), as that of a `Conv1D` or an embedding is.
+        front: how many places it puts in front of every row; see `front_of`.
     """
 
     follows: ClassVar[Mapping[str, Side]] = {}
@@ -44,6 +45,7 @@ class Delta(nn.Module, ABC):
         super().__init__()
         self.enabled = True
         self.transposed = False
+        self.front = 0
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
@@ -144,6 +146,10 @@ class Technique(Frozen, ABC):
             undoable: keep a copy of each base tensor that is trained in place, so that undo can restore it.
         """
 
+    def told(self, tokenizer: Any) -> Technique:
+        """The same value with what only a tokenizer knows filled in; most ask for nothing."""
+        return self
+
     def init(self, edit: Edit, *, seed: int) -> None:
         """Gives the attached parameters their starting values, once the base's weights are there."""
         for name, delta in edit.deltas.items():
@@ -161,6 +167,18 @@ class Technique(Frozen, ABC):
             total_steps: of the whole run.
         """
         return Seams()
+
+    def outcome(self, edit: Edit) -> list[str]:
+        """What training made of this beside the values, in lines for its end; nothing for most."""
+        return []
+
+
+def front_of(model: nn.Module) -> int:
+    """How many places what acts in a model puts in front of every row, before the row's own first token.
+
+    Where rows lie packed, whoever packs them leaves the places free: place i of a row holds the id -(1 + i).
+    """
+    return sum(m.front for m in model.modules() if isinstance(m, Delta) and m.enabled)
 
 
 @contextmanager
