@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from afina.data.packing import collate
 from afina.errors import AfinaError
-from afina.models.forward import packing, to_device, token_losses, trained_logits
+from afina.models.forward import packing, token_losses, trained_logits
 from afina.models.generate import evaluating
 from afina.reports.trial import Trial
 from afina.train.preflight import Finding, of_error, skipped
@@ -93,6 +93,6 @@ def _shared_loss(trial: Trial, rows: Sequence[Row]) -> float | None:
 
 
 def _logits(trial: Trial, rows: Sequence[Row], *, packed: bool) -> tuple[Tensor, Tensor]:
-    batch = to_device(collate(rows, packed, trial.pad_id), trial.device)
-    logits, targets = trained_logits(trial.model, batch)
+    passes = replace(trial.passes, packed=packed, shared=False)
+    logits, targets = trained_logits(trial.model, passes.batch(rows))
     return logits.to(torch.promote_types(logits.dtype, torch.float32)), targets

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from afina.data.settings import DataSettings
 from afina.models.forward import to_device, trained_losses
 from afina.models.head import Head, head_of
 from afina.train.moving import drop, hooked
-from afina.tree import Edit
+from afina.tree import Edit, front_of
 from afina.types import Batch, Row
 
 
@@ -47,12 +47,26 @@ class Passes:
         return next(self.model.parameters()).device
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """The rows' tensors, on the model's device."""
+        """The rows' tensors, on the model's device; where they lie packed, the places in front of them too."""
+        placed = self._placed(rows)
         if self.shared:
-            made = collate_shared(rows, self.pad_id)
+            made = collate_shared(placed, self.pad_id)
         else:
-            made = collate(rows, self.packed, self.pad_id)
-        return to_device(made, self.device)
+            made = collate(placed, self.packed, self.pad_id)
+        tokens = sum(len(row.tokens) for row in rows)
+        return to_device(replace(made, real_tokens=tokens), self.device)
+
+    def _placed(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with the places that something puts in front of them; alone, each gets them in the model."""
+        front = front_of(self.model) if self.packed else 0
+        if not front or not all(row.tokens for row in rows):
+            return list(rows)
+        places = tuple(range(-1, -1 - front, -1))
+        # A row's first token is never predicted: alone it has nothing before it, and its loss is the same here.
+        none = (False,) * (front + 1)
+        return [
+            replace(row, tokens=places + row.tokens, trained=none + row.trained[1:]) for row in rows
+        ]
 
     def losses(self, batch: Batch, *, step: int = 0, seed: int = 0) -> Tensor:
         """Loss of each trained position (N,); of a shared one, of one of the rows that it stands for."""
@@ -64,14 +78,18 @@ class Passes:
 
     def tokens(self, rows: Sequence[Row]) -> int:
         """Tokens that are computed for some rows in one micro-batch."""
-        return unique_tokens(rows) if self.shared else sum(len(row.tokens) for row in rows)
+        placed = self._placed(rows)
+        return unique_tokens(placed) if self.shared else sum(len(row.tokens) for row in placed)
 
     def cut(
         self, rows: Sequence[Row], *, rows_each: int | None, tokens_each: int | None
     ) -> list[list[Row]]:
         """A step's rows as micro-batches, of so many rows or of at most so many tokens; all at once for neither."""
         if tokens_each is not None:
-            return (pack_shared if self.shared else pack)(rows, tokens_each)
+            placed = self._placed(rows)
+            own = {id(one): row for one, row in zip(placed, rows, strict=True)}
+            groups = (pack_shared if self.shared else pack)(placed, tokens_each)
+            return [[own[id(one)] for one in group] for group in groups]
         # Neighbours in the order of their tokens have the longest beginnings in common.
         ordered = sorted(rows, key=lambda row: row.tokens) if self.shared else rows
         each = rows_each or max(1, len(rows))

@@ -6,7 +6,8 @@ through a forward hook, so every name of the base model, its ties and its own `s
 
 from afina.tree.edit import Edit, freeze
 from afina.tree.match import match, matches
-from afina.tree.technique import Delta, Side, Technique, seed_of
+from afina.tree.technique import Delta, Side, Technique, front_of, seed_of
 from afina.tree.timing import Seams
 
-__all__ = ["Delta", "Edit", "Seams", "Side", "Technique", "freeze", "match", "matches", "seed_of"]
+__all__ = ["Delta", "Edit", "Seams", "Side", "Technique", "freeze", "front_of", "match", "matches"]
+__all__ += ["seed_of"]
