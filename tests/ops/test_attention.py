@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +28,11 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from afina.errors import ModelError
+from afina.errors import ConfigError, ModelError
 from afina.ops import attention, reference
 from afina.ops.layout import with_layout
 from afina.types import Context
+from tests.train.kit import run
 
 # --- the function --------------------------------------------------------------------------------------------------
 
@@ -320,3 +322,15 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     )
     with pytest.raises(ModelError, match="window"):
         by_rows(model.double().eval(), ROWS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels can run")
+def test_kernels_that_cannot_run_here_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package triton") as caught:
+        run(tmp_path / "run", attention="triton", steps=1)
+    assert "leave train.attention out" in str(caught.value.cure)
+    assert not (tmp_path / "run").exists()
+    assert attention.backend(torch.device("cpu"), torch.float32).startswith("PyTorch")

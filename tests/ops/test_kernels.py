@@ -172,14 +172,22 @@ def test_what_the_kernels_do_not_know_is_computed_otherwise() -> None:
     assert "Triton" not in attention.backend(torch.device("cpu"), torch.float32)
 
 
-def test_a_training_run_is_the_same(tmp_path: Path) -> None:
-    found = [
-        run(tmp_path / way, steps=2, attention=way, data=ragged_rows(4), compile=False)
-        for way in ("auto", "triton")
-    ]
-    ours, theirs = (weights(one) for one in found)
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-7)
+def test_a_training_run_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = kernels.attend, [0]
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "attend", attend)
+    found: list[dict[str, Tensor]] = []
+    for way in ("auto", "triton"):
+        calls[0] = 0
+        made = run(tmp_path / way, steps=2, attention=way, data=ragged_rows(4), compile=False)
+        found.append(weights(made))
+        assert (calls[0] > 0) == (way == "triton")
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-7)
 
 
 def test_what_is_kept_for_backward_is_linear_in_the_length() -> None:

@@ -59,7 +59,7 @@ def by_kernels(device: torch.device, *, wanted: bool = True) -> Generator[None, 
     if not wanted:
         yield
         return
-    _refuse_no_kernels(device)
+    refuse_no_kernels(device)
     before, _kernels = _kernels, True
     try:
         yield
@@ -67,7 +67,12 @@ def by_kernels(device: torch.device, *, wanted: bool = True) -> Generator[None, 
         _kernels = before
 
 
-def _refuse_no_kernels(device: torch.device) -> None:
+def refuse_no_kernels(device: torch.device) -> None:
+    """Raises where `ops.kernels` cannot run.
+
+    Raises:
+        ConfigError: there is no Triton, or it cannot run on this device.
+    """
     cure = "leave train.attention out: then what is known to work here computes it"
     if find_spec("triton") is None:
         raise ConfigError(

@@ -98,6 +98,8 @@ class Job:
         self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
         self.seams = self.edit.seams(self.total_steps).and_then(self.options.seams)
+        if self.settings.attention == "triton":
+            attention.refuse_no_kernels(self._device())
         self.place = place_of(self.edit, self.settings, self.seams, rows, self.total_steps)
         if self.place is not None:
             refuse_too_little_room(self.place, self.out)
