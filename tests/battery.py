@@ -41,8 +41,12 @@ from afina.models.forward import packing
 from afina.models.head import head_of
 from afina.ops import reference
 from afina.table import CLASHES, TECHNIQUES, apply
+from afina.techniques.adalora import AdaLoRA
 from afina.techniques.full import Full
+from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA, LoRADelta
+from afina.techniques.p_tuning import PTuning
+from afina.techniques.prompt import PromptTuning
 from afina.train.passes import Passes, unshared
 from afina.tree import Edit, Technique
 from afina.types import Row
@@ -192,6 +196,10 @@ class Case:
 
 EVERY = tuple(MODELS)
 LOST_LORA = LoRA(target=("q_prpj",))
+LOST_IA3 = IA3(target=("q_prpj",))
+LOST_ADALORA = AdaLoRA(target=("q_prpj",))
+LOST_PROMPT = PromptTuning(modules_to_save=("q_prpj",))
+LOST_P_TUNING = PTuning(modules_to_save=("q_prpj",))
 LOST_FULL = Full(target=("q_prpj",))
 
 # (technique, models, what is claimed)
@@ -223,6 +231,34 @@ ROWS: tuple[tuple[Technique, tuple[str, ...], dict[str, Any]], ...] = (
     (LoRA(rank=4, modules_to_save=("lm_head",)), ("llama", "llama_tied"), {"peft": True}),
     (LoRA(rank=4, modules_to_save=("ln_f", "wpe")), ("gpt2",), {"peft": True}),
     (LoRA(rank=4, dropout=0.3, loraplus_ratio=16.0), ("llama",), {"folds": True, "peft": True}),
+    (IA3(), EVERY, {"folds": True, "peft": True, "gone": LOST_IA3}),
+    (
+        IA3(target=("all-linear",), exclude=("o_proj",), layers="-1", modules_to_save=("norm",)),
+        ("llama",),
+        {"peft": True},
+    ),
+    (IA3(target=(), feedforward=("mlp.c_proj",)), ("gpt2",), {"folds": True, "peft": True}),
+    # Its P and Q begin small: a large scale makes a few steps count.
+    (
+        AdaLoRA(init_rank=4, target_rank=2, alpha=800.0),
+        EVERY,
+        {"folds": True, "peft": True, "gone": LOST_ADALORA},
+    ),
+    (
+        AdaLoRA(init_rank=3, target_rank=2, alpha=600.0, dropout=0.3, modules_to_save=("norm",)),
+        ("llama",),
+        {"folds": True, "peft": True},
+    ),
+    (PromptTuning(tokens=3), EVERY, {"identity": False, "gone": LOST_PROMPT}),
+    (PromptTuning(tokens=17, start="random"), ("llama", "gpt2"), {"identity": False}),
+    (
+        PromptTuning(tokens=4, start="text", text_ids=(3, 9), modules_to_save=("lm_head",)),
+        ("llama",),
+        {"identity": False},
+    ),
+    (PTuning(tokens=3), EVERY, {"identity": False, "gone": LOST_P_TUNING}),
+    (PTuning(tokens=4, network="lstm", hidden=5), ("llama", "bert"), {"identity": False}),
+    (PTuning(tokens=3, network="none"), ("gpt2",), {"identity": False}),
     (Full(), EVERY, {"gone": LOST_FULL}),
     (Full(layers="-1", exclude=("mlp",)), ("llama_tied",), {}),
 )
@@ -434,7 +470,7 @@ def peft_agrees(case: Case) -> None:
         with torch.no_grad():
             for name, parameter in peer.named_parameters():
                 # Whole modules stay, for PEFT holds a tied pair twice and would tear it.
-                if parameter.requires_grad and "modules_to_save" not in name:
+                if _trains(name, parameter) and "modules_to_save" not in name:
                     parameter.mul_(-1.3)
         peer.save_pretrained(str(there))
         other = build(case.model)
@@ -453,7 +489,7 @@ def same_logits_and_gradients(
     theirs: dict[int, Tensor] = {}
     places = {k: id(p) for k, p in files.peft_tensors(edit).items()}
     for name, parameter in peer.named_parameters():
-        if parameter.requires_grad:
+        if _trains(name, parameter):
             key = name.replace(".default", "").replace(".modules_to_save", "")
             # PEFT copies both ends of a tie; the one tensor here gets the sum.
             theirs[places[key]] = theirs.get(places[key], torch.tensor(0.0)) + parameter.grad
@@ -461,6 +497,11 @@ def same_logits_and_gradients(
     for name, parameter in edit.trainable().items():
         assert parameter.grad is not None, name
         close(theirs[id(parameter)], parameter.grad, slopes)
+
+
+def _trains(name: str, parameter: Tensor) -> bool:
+    """Whether a tensor of PEFT's trains. It marks AdaLoRA's count of directions too, though it is none of its own."""
+    return parameter.requires_grad and "ranknum" not in name
 
 
 def works_on_meta(case: Case) -> None:
@@ -534,9 +575,9 @@ def equals_the_reference(case: Case) -> None:
     model, edit = edited(case, moved=True)
     maps = {site.name: site for site in seams.map_sites(model)}
     for name, delta in edit.deltas.items():
-        site = maps[name.rsplit(".", 1)[0]]
         if not isinstance(delta, LoRADelta):
             continue  # those of other techniques are in the tests of their own
+        site = maps[name.rsplit(".", 1)[0]]
         torch.manual_seed(1)
         weight = site.module.get_parameter("weight").detach()
         weight_OI = weight.t() if site.kind in ("conv1d", "embedding") else weight

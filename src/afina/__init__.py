@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from afina.models.hub import load
     from afina.reports.check import check
     from afina.table import apply
+    from afina.techniques.adalora import AdaLoRA
     from afina.techniques.full import Full
+    from afina.techniques.ia3 import IA3
     from afina.techniques.lora import LoRA
+    from afina.techniques.p_tuning import PTuning
+    from afina.techniques.prompt import PromptTuning
     from afina.techniques.quantize import Quantize
     from afina.train.job import Run
     from afina.train.options import RunOptions
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdaLoRA": "afina.techniques.adalora",
     "AfinaError": "afina.errors",
     "CombineSettings": "afina.adapters.combine",
     "DataSettings": "afina.data.settings",
@@ -42,9 +47,12 @@ _HOMES = {
     "ExtractSettings": "afina.adapters.extract",
     "Full": "afina.techniques.full",
     "GenerateSettings": "afina.config",
+    "IA3": "afina.techniques.ia3",
     "LoRA": "afina.techniques.lora",
     "MergeSettings": "afina.adapters.merge",
     "Merged": "afina.adapters.merge",
+    "PTuning": "afina.techniques.p_tuning",
+    "PromptTuning": "afina.techniques.prompt",
     "Quantize": "afina.techniques.quantize",
     "ResizeSettings": "afina.adapters.resize",
     "Run": "afina.train.job",
@@ -65,6 +73,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "IA3",
+    "AdaLoRA",
     "AfinaError",
     "CombineSettings",
     "DataSettings",
@@ -76,6 +86,8 @@ __all__ = [
     "LoRA",
     "MergeSettings",
     "Merged",
+    "PTuning",
+    "PromptTuning",
     "Quantize",
     "ResizeSettings",
     "Run",

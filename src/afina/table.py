@@ -7,23 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
+from typing import Any
 
 from torch import nn
 
 from afina.errors import ConfigError, TechniqueError
 from afina.seams import require_model
+from afina.techniques.adalora import AdaLoRA
 from afina.techniques.full import Full
+from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA
+from afina.techniques.p_tuning import PTuning
+from afina.techniques.prompt import PromptTuning
 from afina.techniques.quantize import Quantize, found_in
 from afina.tree import Edit, Technique, freeze
 
 TECHNIQUES: dict[str, type[Technique]] = {
     "quantize": Quantize,
     "lora": LoRA,
+    "adalora": AdaLoRA,
+    "prompt": PromptTuning,
+    "p_tuning": PTuning,
+    "ia3": IA3,
     "full": Full,
 }
 
-ORDER: tuple[str, ...] = ("quantize", "full", "lora")
+ORDER: tuple[str, ...] = ("quantize", "full", "lora", "adalora", "ia3", "prompt", "p_tuning")
 """The order in which techniques act on a model, whatever the order in which they were given."""
 
 CLASHES: dict[tuple[str, str], str] = {
@@ -34,6 +43,12 @@ CLASHES: dict[tuple[str, str], str] = {
     "set its modules_to_save and leave them out with quantize.exclude",
     ("full", "lora"): "a weight that trains itself needs no low-rank change beside it; "
     "to train some modules whole beside LoRA, set lora.modules_to_save",
+    ("full", "adalora"): "a weight that trains itself needs no low-rank change beside it; "
+    "to train some modules whole beside AdaLoRA, set adalora.modules_to_save",
+    ("full", "ia3"): "a weight that trains itself needs no factors beside it; "
+    "to train some modules whole beside IA3, set ia3.modules_to_save",
+    ("prompt", "p_tuning"): "both put vectors in front of a row, and which come first is not said; "
+    "raise tokens of one of them",
 }
 """Pairs that cannot be combined, and why; each pair in the order of ORDER."""
 
@@ -62,7 +77,12 @@ def check(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def apply(
-    model: nn.Module, techniques: Sequence[Technique], *, seed: int = 0, undoable: bool = True
+    model: nn.Module,
+    techniques: Sequence[Technique],
+    *,
+    seed: int = 0,
+    undoable: bool = True,
+    tokenizer: Any = None,
 ) -> Edit:
     """Changes `model` by every technique and gives the new parameters their starting values.
 
@@ -74,6 +94,7 @@ def apply(
         seed: of the starting values; they do not depend on the order of drawing or on other techniques.
         undoable: keep the originals of tensors that are trained in place (a second copy of each) or quantised, so that
             `undo` restores them.
+        tokenizer: the model's, for techniques that start from a text.
 
     Returns:
         The edit; its `undo()` gives the base back bit for bit.
@@ -87,6 +108,8 @@ def apply(
     if not isinstance(seed, Integral) or isinstance(seed, bool):
         raise ConfigError("a seed is a whole number", got=repr(seed)[:80], wanted="seed=0")
     listed = check(techniques)
+    if tokenizer is not None:
+        listed = [technique.told(tokenizer) for technique in listed]
     base = found_in(model)
     if base is not None and not any(isinstance(t, Quantize) for t in listed):
         listed = check([base, *listed])  # a model that was loaded quantised is changed so

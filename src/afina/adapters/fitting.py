@@ -24,13 +24,18 @@ from afina.adapters.fingerprint import Read, base_fingerprint, same_base
 from afina.adapters.kinds import Found, Kind, Places, refuse_settings
 from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors, stacked
 from afina.adapters.names import entries
+from afina.adapters.peft_adalora import ADALORA
+from afina.adapters.peft_ia3 import IA3_KIND
 from afina.adapters.peft_lora import LORA
+from afina.adapters.peft_prompt import P_TUNING, PROMPT
 from afina.adapters.placing import Placed, place
 from afina.adapters.rounded import differences
 from afina.errors import AdapterError, ConfigError, counted
 from afina.tree import Technique
 
-KINDS: Mapping[str, Kind] = {kind.peft_type: kind for kind in (LORA,)}
+KINDS: Mapping[str, Kind] = {
+    kind.peft_type: kind for kind in (LORA, ADALORA, IA3_KIND, PROMPT, P_TUNING)
+}
 """The techniques that PEFT's layout can hold, by PEFT's name."""
 
 IN_PART = (

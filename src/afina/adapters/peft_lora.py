@@ -84,11 +84,12 @@ def _part(match: re.Match[str]) -> str:
     return name if "embedding" in name else f"{name}.weight"
 
 
-def _sites(model: nn.Module) -> dict[str, seams.MapSite]:
+def map_sites(model: nn.Module) -> dict[str, seams.MapSite]:
+    """The maps of a model by name; see `Kind.sites`."""
     return {site.name: site for site in seams.map_sites(model)}
 
 
-def _named(model: nn.Module, config: Config, seen: Mapping[str, str]) -> set[str] | None:
+def named_maps(model: nn.Module, config: Config, seen: Mapping[str, str]) -> set[str] | None:
     """The sites that PEFT would adapt; see `Kind.named`."""
     patterns = config.get("target_modules")
     if patterns is None:
@@ -273,8 +274,8 @@ LORA = Kind(
     part=_part,
     tensors=_tensors,
     config=_config,
-    sites=_sites,
-    named=_named,
+    sites=map_sites,
+    named=named_maps,
     misfit=_misfit,
     technique_of=_technique_of,
 )
