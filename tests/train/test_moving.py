@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from afina.parallel.runtime import OneProcess
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train.loop import loop
+from afina.train.memory import NO_MEMORY_ON_CPU
 from afina.train.metrics import read_metrics
 from afina.train.moving import Mover, hooked
 from afina.train.nonfinite import NotFiniteError
@@ -227,7 +229,7 @@ RUN: dict[str, Any] = {**WHOLE, "steps": 6, "micro_rows": 4, "save_every": 2, "s
 
 @pytest.fixture
 def poisoned(tmp_path: Path) -> Callable[..., str]:
-    """What a run says whose gradient of one tensor is infinite at its fourth step."""
+    """What a run says whose gradient of one tensor is infinite, or otherwise spoilt, at its fourth step."""
 
     def start(name: str, **more: Any) -> str:
         now = [-1]
@@ -237,7 +239,7 @@ def poisoned(tmp_path: Path) -> Callable[..., str]:
             return losses_N
 
         model = tiny_llama()
-        spoil = slope(float("inf"))
+        spoil = more.pop("spoil", slope(float("inf")))
         model.get_parameter(name).register_hook(lambda g: spoil(g) if now[0] == 3 else g)
         options = {"seams": Seams(loss=(count,))}
         with pytest.raises(RunError) as caught:
@@ -266,6 +268,44 @@ def test_half_moved_weights_are_never_saved(poisoned: Callable[..., str], tmp_pa
     run(tmp_path / "whole", **RUN)
     assert again.steps == 6
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_lack_of_memory_in_the_middle_saves_nothing_either(
+    poisoned: Callable[..., str], tmp_path: Path
+) -> None:
+    def fail(gradient: Tensor) -> Tensor:
+        raise RuntimeError(f"{NO_MEMORY_ON_CPU}: you tried to allocate 1 byte")
+
+    said = poisoned("model.embed_tokens.weight", spoil=fail)
+    assert saved(tmp_path / "run") == ["step-000002"]
+    assert "too little memory" in said
+    assert "some weights had moved" in said
+    assert "go on from the checkpoint of step 2" in said
+    # The control: where nothing had moved, the third step is saved.
+    shutil.rmtree(tmp_path / "run")
+    said = poisoned("lm_head.weight", spoil=fail)
+    assert saved(tmp_path / "run")[-1] == "step-000003"
+    assert "some weights had moved" not in said
+
+
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_recomputed_blocks_may_move_meanwhile(recompute: Any, tmp_path: Path) -> None:
+    for in_backward in (False, True):
+        run(tmp_path / str(in_backward), step_in_backward=in_backward, recompute=recompute, **RUN)
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+    found, wanted = (model_of(tmp_path / name) for name in ("True", "False"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_may_move_meanwhile(tmp_path: Path) -> None:
+    for in_backward in (False, True):
+        torch._dynamo.reset()
+        run(tmp_path / str(in_backward), step_in_backward=in_backward, compile=True,
+            model=tiny_llama(dtype=torch.float32), **RUN)  # fmt: skip
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+    found, wanted = (model_of(tmp_path / name) for name in ("True", "False"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_with_nothing_saved_the_way_on_is_from_the_beginning(
