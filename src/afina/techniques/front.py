@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -51,7 +52,8 @@ def trunk_of(model: nn.Module, key: str) -> str:
             wanted="a decoder such as Llama, or an encoder such as BERT",
         )
     trunk = getattr(model, "base_model", None)
-    name = next((n for n, m in model.named_modules() if m is trunk and n), None)
+    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    name = next((n for n, module in named if module is trunk and n), None)
     if name is None:
         raise TechniqueError(
             f"{key} needs a model with a head, and this is one without",

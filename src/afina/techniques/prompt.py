@@ -104,10 +104,10 @@ class PromptTuning(InFront):
                 normal = torch.randn(delta.weight.shape, generator=drawn)
                 delta.weight.copy_(normal * weight.double().std().item())
                 continue
-            ids = self.text_ids or tuple(
-                torch.randint(0, weight.shape[0], (self.tokens,), generator=drawn).tolist()
-            )
-            delta.weight.copy_(embedding(repeated(ids, self.tokens).to(weight.device)))
+            ids = torch.randint(0, weight.shape[0], (self.tokens,), generator=drawn)
+            if self.text_ids:
+                ids = repeated(self.text_ids, self.tokens)
+            delta.weight.copy_(embedding(ids.to(weight.device)))
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------
