@@ -177,6 +177,44 @@ def test_what_peft_makes_of_the_same(tmp_path: Path) -> None:
     assert linear.error == pytest.approx(off, rel=1e-6)
 
 
+def test_one_adapter_times_one_is_that_adapter(tmp_path: Path) -> None:
+    """PEFT's linear, which it takes for a single adapter, keeps use_rslora and scales twice."""
+    settings = {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj"]}
+    wanted = made_by_peft("llama", tmp_path / "a", settings, 0)
+    with battery.quiet():
+        model: Any = PeftModel.from_pretrained(
+            build("llama"), str(tmp_path / "a"), adapter_name="a"
+        )
+        model.add_weighted_adapter(["a"], [1.0], "one", combination_type="linear")
+    assert error(deltas(model, "one"), wanted) > 0.5
+    for method in ("cat", "linear", "svd"):
+        rank = {"rank": 4} if method == "svd" else {}
+        combine(
+            {tmp_path / "a": 1}, tmp_path / method, settings=CombineSettings(method=method, **rank)
+        )
+        assert error(deltas(read_by_peft("llama", tmp_path / method)), wanted) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"use_dora": True}, "dora|lora_magnitude_vector"),
+        ({"lora_bias": True}, "lora_bias|lora_B.bias"),
+    ],
+)
+def test_what_has_no_sum_is_refused_by_name(
+    settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with battery.quiet():
+        model: Any = get_peft_model(
+            build("llama"), LoraConfig(r=2, target_modules=["q_proj"], **settings)
+        )
+        model.save_pretrained(str(tmp_path / "a"))
+    edit_config(tmp_path / "a", base_model_name_or_path="tiny/gone")
+    with pytest.raises(AdapterError, match=says):
+        combine({tmp_path / "a": 1.0}, tmp_path / "c")
+
+
 @pytest.mark.parametrize("method", ["ties", "magnitude_prune"])
 def test_ties_and_pruning_equal_pefts_where_it_mixes_the_changes(
     method: str, tmp_path: Path

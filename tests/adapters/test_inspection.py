@@ -123,6 +123,8 @@ def test_strange_tensors(change: Any, says: str, tmp_path: Path) -> None:
         ({"lora_alpha": "gone"}, "an alpha is no number: "),
         ({"alpha_pattern": {"q_proj": "much"}}, "an alpha is no number: "),
         ({"rank_pattern": {"(": 3}}, "patterns of ranks or alphas are none"),
+        ({"rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_porj": 3}}, "'q_porj' is no place"),
+        ({"target_modules": ["q_proj", "embed_tokens", "v_porj"]}, "'v_porj' is no place"),
         ({"rank_pattern": [3]}, "patterns of ranks or alphas are none"),
     ],
 )

@@ -158,7 +158,7 @@ def _inspect(folder: Path) -> Inspection:
         strange.append(f"afina would not load it: {error.got}; wanted {error.wanted}")
     groups = _groups(tensors, None if kind is None or kind.read else kind.ending)
     rows = tuple(_row(name, group, config, folder, strange) for name, group in groups.items())
-    strange += _odd(tensors)
+    strange += [*_odd(tensors), *_idle(config, groups)]
     method = str(config.get("peft_type")) if kind is None else kind.technique.key
     facts = {
         **_facts(folder, config),
@@ -282,6 +282,25 @@ def _odd(tensors: Mapping[str, Tensor]) -> list[str]:
         nan, infinite = int(wide.isnan().sum()), int(wide.isinf().sum())
         if nan or infinite:
             found.append(f"{key}: {nan} NaN and {infinite} infinite of {tensor.numel()}")
+    return found
+
+
+def _idle(config: Mapping[str, Any], places: Iterable[str]) -> list[str]:
+    """Names in the configuration that reach no place of the file: PEFT passes over them without a word."""
+    found: list[str] = []
+    targets = config.get("target_modules")
+    for target in targets if isinstance(targets, list) else ():
+        if not any(place == target or place.endswith(f".{target}") for place in places):
+            found.append(f"target_modules: {target!r} is no place of the file")
+    for key in ("rank_pattern", "alpha_pattern"):
+        table = config.get(key)
+        for pattern in table if isinstance(table, dict) else ():
+            try:
+                reaches = any(re.fullmatch(rf"(.*\.)?({pattern})", place) for place in places)
+            except re.error:
+                reaches = False
+            if not reaches:
+                found.append(f"{key}: {pattern!r} is no place of the file")
     return found
 
 

@@ -68,5 +68,6 @@ def _draw(axes: Any, rows: Sequence[Row], values: Sequence[float | None], label:
         if points:
             axes.plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=1, label=tail)
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
+    top = max((value for value in values if value is not None and value < float("inf")), default=0)
+    axes.set_ylim(0, 1.08 * top or 1)
     axes.grid(alpha=0.3)
