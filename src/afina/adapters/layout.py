@@ -42,6 +42,8 @@ TEMPLATES = "additional_chat_templates"
 STACK = "AFINA_STACK"
 """The `peft_type` of a folder that holds one folder for each of several techniques; PEFT refuses it by name."""
 
+_ADALORA = (".lora_A", ".lora_B", ".lora_E")
+
 PREFIX = "base_model.model."
 """What stands before every name in the tensors' file."""
 
@@ -154,8 +156,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             got=f"{path}: {error}",
             cure="get the file again",
         ) from None
+    tensors = {key: tensor for key, tensor in tensors.items() if not _cut_away(key, tensor)}
     refuse_unusable(tensors, path)
     return tensors
+
+
+def _cut_away(key: str, tensor: Tensor) -> bool:
+    """Whether this is of an AdaLoRA's module that has no direction left, as PEFT writes it: sizes r × in and no r."""
+    return (
+        tensor.dim() == 2
+        and sorted(tensor.shape)[0] == 0 < max(tensor.shape)
+        and key.endswith(_ADALORA)
+    )
 
 
 def refuse_unusable(tensors: dict[str, Tensor], where: object) -> None:
