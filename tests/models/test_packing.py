@@ -16,8 +16,14 @@ from torch import Tensor, nn
 import afina
 from afina.adapters.fingerprint import base_fingerprint
 from afina.errors import ConfigError, ModelError, TechniqueError
+from afina.models.blocks import Blocks
 from afina.ops.packed import PackedWeight
+from afina.table import apply
+from afina.techniques.lora import LoRA
 from afina.techniques.quantize import Quantize
+from tests.models.test_blocks import WAYS, changed, gradients
+from tests.ops.test_attention import gpt2 as blocks_gpt2
+from tests.ops.test_attention import llama as blocks_llama
 from tests.tiny import byte_tokenizer, save_model, tiny_gpt2, tiny_llama
 
 MAKERS = {
@@ -135,3 +141,37 @@ def test_a_model_that_is_stored_quantised_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="was not quantised"):
         load(folder, Quantize())
+
+
+# --- blocks that are run otherwise -----------------------------------------------------------------------------------
+
+
+def on_packed(make: Any) -> tuple[Any, Any]:
+    """A model whose weights are packed, with a LoRA that is not silent."""
+    model, edit = changed(make)
+    edit.undo()
+    edit = apply(model, [Quantize(), LoRA(rank=2)])
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in edit.trainable().values():
+            parameter.normal_(0, 0.1)
+    return model, edit
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [blocks_llama, blocks_gpt2], ids=lambda m: m.__name__)
+def test_recomputed_blocks_give_the_same_gradients(make: Any, way: Any) -> None:
+    model, edit = on_packed(make)
+    wanted = gradients(model, edit)
+    with Blocks(model, way).running():
+        found = gradients(model, edit)
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
+    # Control: of the whole base they are others.
+    plain, its = changed(make)
+    with torch.no_grad():
+        for name, parameter in its.trainable().items():
+            parameter.copy_(edit.trainable()[name])
+    whole = gradients(plain, its)
+    assert any(not torch.allclose(whole[name], wanted[name], rtol=1e-3) for name in wanted)
