@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from pathlib import Path
@@ -85,7 +84,6 @@ class Watching:
         return Quantize().weights(model)
 
     def packed(self, weight: Tensor, name: str) -> nn.Parameter:
-        gc.collect()
         self.most = max(self.most, sum(ref() is not None for ref in self.given))
         self.given.append(weakref.ref(weight))
         return Quantize().packed(weight, name)
