@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -64,6 +64,19 @@ KINDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
             {"r": 3, "target_modules": ["embed_tokens", "lm_head"]},
         ],
     ),
+    "AdaLoRA": (
+        "llama",
+        [
+            {
+                "init_r": 4,
+                "target_r": 2,
+                "total_step": 9,
+                "lora_alpha": 6,
+                "target_modules": ["q_proj"],
+            },
+            {"r": 3, "target_modules": ["q_proj", "o_proj"]},
+        ],
+    ),
     "more than a matrix has": (
         "llama",
         [{"r": 16, "target_modules": ["k_proj"]}, {"r": 16, "target_modules": ["k_proj"]}],
@@ -77,7 +90,9 @@ def made_by_peft(
 ) -> dict[str, Tensor]:
     """Saves a random adapter; returns what it adds to each weight, as PEFT computes it."""
     with battery.quiet():
-        model: Any = get_peft_model(build(base), LoraConfig(**settings))
+        model: Any = get_peft_model(
+            build(base), (AdaLoraConfig if "init_r" in settings else LoraConfig)(**settings)
+        )
         randomise(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -86,7 +101,9 @@ def made_by_peft(
                     parameter.add_(torch.randn_like(parameter))
         model.save_pretrained(str(folder), save_embedding_layers=False)
     edit_config(folder, base_model_name_or_path="tiny/gone")
-    return deltas(model)
+    return deltas(
+        read_by_peft(base, folder)
+    )  # as read: AdaLoRA's divisor was moved above, and is not saved
 
 
 def deltas(model: Any, adapter: str = "default") -> dict[str, Tensor]:

@@ -151,6 +151,8 @@ def _inspect(folder: Path) -> Inspection:
         return Inspection(folder, " + ".join(p.method for p in inner), facts, (), (), inner)
     kind = KINDS.get(str(config.get("peft_type")))
     tensors = _tensors(folder)
+    if config.get("peft_type") == "ADALORA":  # PEFT keeps the places that have no direction left
+        tensors = {key: t for key, t in tensors.items() if t.numel()}
     strange: list[str] = []
     try:
         refuse_settings(config, KINDS, folder / CONFIG)
@@ -293,7 +295,7 @@ def _idle(config: Mapping[str, Any], places: Iterable[str]) -> list[str]:
         if not any(place == target or place.endswith(f".{target}") for place in places):
             found.append(f"target_modules: {target!r} is no place of the file")
     for key in ("rank_pattern", "alpha_pattern"):
-        table = config.get(key)
+        table = config.get(key) if config.get("peft_type") == "LORA" else None
         for pattern in table if isinstance(table, dict) else ():
             try:
                 reaches = any(re.fullmatch(rf"(.*\.)?({pattern})", place) for place in places)

@@ -32,6 +32,7 @@ from afina.errors import AdapterError, counted
 from afina.models.locate import TUNED, nearby
 from afina.places import exists, local
 from afina.problems import name_of
+from afina.techniques.adalora import RANK_SHIFT
 
 WANTED = "a run, a checkpoint or an adapter"
 
@@ -229,9 +230,8 @@ def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product
     if rank == 0:
         raise AdapterError("A and B of one place are empty", got=f"{folder}: {name}")
     if ends == VALUES:
-        # PEFT divides by the rank and a little more, so that a rank of 0 does no harm.
-        scale = float(config.get("lora_alpha") or rank) / (rank + 1e-5)
-        return Product(b_OR, a_RI * parts[VALUES[2]], scale)
+        alpha, first = (_number(config.get(key), key, folder) for key in ("lora_alpha", "init_r"))
+        return Product(b_OR, a_RI * parts[VALUES[2]], alpha / (first + RANK_SHIFT))
     alpha = _alpha(name, rank, config, folder)
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return Product(b_OR, a_RI, scale, ends == EMBEDDING)
@@ -256,10 +256,13 @@ def _alpha(name: str, rank: int, config: Config, folder: Path) -> float:
             got=f"{folder}: {name}, {' or '.join(map(str, alphas))}",
             cure="the first counted in training, and PEFT sorts them when it saves: keep the one that counted",
         )
-    alpha = alphas[0]
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise AdapterError("an alpha is no number", got=f"{folder}: {name}, {alpha!r}")
-    return float(alpha)
+    return _number(alphas[0], "an alpha", folder)
+
+
+def _number(value: Any, what: str, folder: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise AdapterError(f"{what} is no number", got=f"{folder / CONFIG}: {value!r}")
+    return float(value)
 
 
 def stored_type(sources: list[Source]) -> torch.dtype:
