@@ -79,7 +79,7 @@ class AdaLoRA(OnMaps):
     )
     rank_pattern: dict[str, int] = Field(
         default={},
-        description="pattern -> rank that an adapter that was cut has left at those modules",
+        description="pattern -> rank left at those modules, of an adapter that was cut; it is cut no more",
     )
 
     @model_validator(mode="after")
@@ -147,7 +147,8 @@ class AdaLoRA(OnMaps):
                 wanted="tinit + tfinal below the steps of the run",
                 cure="leave adalora.tinit and adalora.tfinal out (shares of the run), lower them, or train more steps",
             )
-        target = min(self.target_rank * len(ranks), sum(ranks))
+        # An adapter that was cut is cut no more: of the maps that have nothing left it does not know.
+        target = sum(ranks) if self.rank_pattern else self.target_rank * len(ranks)
         return Schedule(sum(ranks), target, tinit, tfinal, self.delta_t, total_steps)
 
     def outcome(self, edit: Edit) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from afina.adapters import files
-from afina.adapters.contents import is_adapter
+from afina.adapters.contents import is_adapter, is_exact
 from afina.config import TrainSettings
 from afina.errors import RunError
 from afina.train import checkpoint, manifest, metrics, plan, record, result, state, ways
@@ -124,7 +124,8 @@ def refuse_unfit(folder: Path | None, edit: Edit, changes: Sequence[Difference])
     Raises:
         RunError: naming the settings that differ.
     """
-    if folder is None or not is_adapter(edit):
+    # Where the adapter has not all that trains, the checkpoint has it beside, and is compared when it is read.
+    if folder is None or not is_adapter(edit) or not is_exact(edit):
         return
     then = {name: tuple(t.shape) for name, t in files.read_tensors(folder / "adapter").items()}
     now = {name: tuple(t.shape) for name, t in files.peft_tensors(edit).items()}
