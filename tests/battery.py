@@ -46,6 +46,7 @@ from afina.techniques.full import Full
 from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA, LoRADelta
 from afina.techniques.p_tuning import PTuning
+from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
 from afina.train.passes import Passes, unshared
 from afina.tree import Edit, Technique
@@ -198,6 +199,7 @@ EVERY = tuple(MODELS)
 LOST_LORA = LoRA(target=("q_prpj",))
 LOST_IA3 = IA3(target=("q_prpj",))
 LOST_ADALORA = AdaLoRA(target=("q_prpj",))
+LOST_PREFIX = PrefixTuning(modules_to_save=("q_prpj",))
 LOST_PROMPT = PromptTuning(modules_to_save=("q_prpj",))
 LOST_P_TUNING = PTuning(modules_to_save=("q_prpj",))
 LOST_FULL = Full(target=("q_prpj",))
@@ -249,13 +251,22 @@ ROWS: tuple[tuple[Technique, tuple[str, ...], dict[str, Any]], ...] = (
         ("llama",),
         {"folds": True, "peft": True},
     ),
-    (PromptTuning(tokens=3), EVERY, {"identity": False, "gone": LOST_PROMPT}),
-    (PromptTuning(tokens=17, start="random"), ("llama", "gpt2"), {"identity": False}),
+    (PromptTuning(tokens=2), EVERY, {"identity": False, "gone": LOST_PROMPT}),
+    # So many that rows share them. (A Llama's norms round to fp32 between what is shared and what is not.)
+    (PromptTuning(tokens=17, start="random"), ("gpt2",), {"identity": False}),
     (
         PromptTuning(tokens=4, start="text", text_ids=(3, 9), modules_to_save=("lm_head",)),
         ("llama",),
         {"identity": False},
     ),
+    (PrefixTuning(tokens=2), EVERY, {"identity": False, "gone": LOST_PREFIX}),
+    (PrefixTuning(tokens=17, start="zero"), ("gpt2",), {"identity": False}),
+    (
+        PrefixTuning(tokens=3, start="random", modules_to_save=("norm",)),
+        ("llama", "mixtral"),
+        {"identity": False},
+    ),
+    (PrefixTuning(tokens=3, projection=True, hidden=5), ("llama", "bert"), {"identity": False}),
     (PTuning(tokens=3), EVERY, {"identity": False, "gone": LOST_P_TUNING}),
     (PTuning(tokens=4, network="lstm", hidden=5), ("llama", "bert"), {"identity": False}),
     (PTuning(tokens=3, network="none"), ("gpt2",), {"identity": False}),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from afina.techniques.ia3 import IA3
     from afina.techniques.lora import LoRA
     from afina.techniques.p_tuning import PTuning
+    from afina.techniques.prefix import PrefixTuning
     from afina.techniques.prompt import PromptTuning
     from afina.techniques.quantize import Quantize
     from afina.train.job import Run
@@ -52,6 +53,7 @@ _HOMES = {
     "MergeSettings": "afina.adapters.merge",
     "Merged": "afina.adapters.merge",
     "PTuning": "afina.techniques.p_tuning",
+    "PrefixTuning": "afina.techniques.prefix",
     "PromptTuning": "afina.techniques.prompt",
     "Quantize": "afina.techniques.quantize",
     "ResizeSettings": "afina.adapters.resize",
@@ -87,6 +89,7 @@ __all__ = [
     "MergeSettings",
     "Merged",
     "PTuning",
+    "PrefixTuning",
     "PromptTuning",
     "Quantize",
     "ResizeSettings",

@@ -18,6 +18,7 @@ from afina.techniques.full import Full
 from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA
 from afina.techniques.p_tuning import PTuning
+from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
 from afina.techniques.quantize import Quantize, found_in
 from afina.tree import Edit, Technique, freeze
@@ -27,12 +28,22 @@ TECHNIQUES: dict[str, type[Technique]] = {
     "lora": LoRA,
     "adalora": AdaLoRA,
     "prompt": PromptTuning,
+    "prefix": PrefixTuning,
     "p_tuning": PTuning,
     "ia3": IA3,
     "full": Full,
 }
 
-ORDER: tuple[str, ...] = ("quantize", "full", "lora", "adalora", "ia3", "prompt", "p_tuning")
+ORDER: tuple[str, ...] = (
+    "quantize",
+    "full",
+    "lora",
+    "adalora",
+    "ia3",
+    "prefix",
+    "prompt",
+    "p_tuning",
+)
 """The order in which techniques act on a model, whatever the order in which they were given."""
 
 CLASHES: dict[tuple[str, str], str] = {
@@ -47,6 +58,8 @@ CLASHES: dict[tuple[str, str], str] = {
     "to train some modules whole beside AdaLoRA, set adalora.modules_to_save",
     ("full", "ia3"): "a weight that trains itself needs no factors beside it; "
     "to train some modules whole beside IA3, set ia3.modules_to_save",
+    ("prefix", "prompt"): "both want the places in front of a row; raise tokens of one of them",
+    ("prefix", "p_tuning"): "both want the places in front of a row; raise tokens of one of them",
     ("prompt", "p_tuning"): "both put vectors in front of a row, and which come first is not said; "
     "raise tokens of one of them",
 }

@@ -27,14 +27,14 @@ from afina.adapters.names import entries
 from afina.adapters.peft_adalora import ADALORA
 from afina.adapters.peft_ia3 import IA3_KIND
 from afina.adapters.peft_lora import LORA
-from afina.adapters.peft_prompt import P_TUNING, PROMPT
+from afina.adapters.peft_prompt import P_TUNING, PREFIX_KIND, PROMPT
 from afina.adapters.placing import Placed, place
 from afina.adapters.rounded import differences
 from afina.errors import AdapterError, ConfigError, counted
 from afina.tree import Technique
 
 KINDS: Mapping[str, Kind] = {
-    kind.peft_type: kind for kind in (LORA, ADALORA, IA3_KIND, PROMPT, P_TUNING)
+    kind.peft_type: kind for kind in (LORA, ADALORA, IA3_KIND, PREFIX_KIND, PROMPT, P_TUNING)
 }
 """The techniques that PEFT's layout can hold, by PEFT's name."""
 

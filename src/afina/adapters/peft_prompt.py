@@ -1,9 +1,12 @@
-"""Prompt tuning and P-tuning in PEFT's layout.
+"""Prompt tuning, P-tuning and prefix tuning in PEFT's layout.
 
 | what | key | shape |
 |---|---|---|
-| the vectors in front of a row, as the network of P-tuning gives them | `prompt_embeddings` | (n, width) |
+| the vectors in front of a row | `prompt_embeddings` | (n, width) |
+| keys and values, layer after layer, keys first | `prompt_embeddings` | (n, 2 · layers · width of keys) |
 | a module that is trained whole | `base_model.` and its name in the model | its own |
+
+Where a network makes them in training, the file has what it gives.
 
 Source: the files that PEFT 0.21.2 writes and reads.
 """
@@ -22,6 +25,7 @@ from afina.adapters.kinds import Allowed, Config, Found, Kind, Part
 from afina.errors import AdapterError
 from afina.techniques.front import InFront
 from afina.techniques.p_tuning import PTuning, PTuningDelta
+from afina.techniques.prefix import PrefixDelta, PrefixTuning, form_of
 from afina.techniques.prompt import PromptDelta, PromptTuning
 
 KEY = "prompt_embeddings"
@@ -148,7 +152,7 @@ def fill_front(
     return fill
 
 
-# --- the two ------------------------------------------------------------------------------------------------------
+# --- the three ----------------------------------------------------------------------------------------------------
 
 
 def _prompt_stored(part: Part) -> dict[str, Tensor]:
@@ -175,9 +179,9 @@ def _read_prompt(model: nn.Module, config: Config, tensors: Mapping[str, Tensor]
     return read_front(model, config, tensors, width_of(model), made)
 
 
-def _network(part: Part) -> PTuningDelta:
+def _network(part: Part) -> PTuningDelta | PrefixDelta:
     (delta,) = part.deltas.values()
-    assert isinstance(delta, PTuningDelta)
+    assert isinstance(delta, PTuningDelta | PrefixDelta)
     return delta
 
 
@@ -185,8 +189,8 @@ def _direct(part: Part) -> bool:
     return _network(part).direct
 
 
-def _p_tuning_stored(part: Part) -> dict[str, Tensor]:
-    """The vectors themselves where they train; else what the network gives, without its dropout."""
+def _made_stored(part: Part) -> dict[str, Tensor]:
+    """What trains itself as it is; else what the network gives, without its dropout."""
     delta = _network(part)
     if delta.direct:
         return with_whole(delta.weight, part)
@@ -218,6 +222,29 @@ def _read_p_tuning(model: nn.Module, config: Config, tensors: Mapping[str, Tenso
     return read_front(model, config, tensors, width_of(model), made)
 
 
+def _prefix_config(part: Part) -> dict[str, Any]:
+    technique, delta = part.technique, _network(part)
+    assert isinstance(technique, PrefixTuning)
+    assert isinstance(delta, PrefixDelta)
+    return {
+        **common(part),
+        "num_layers": delta.form.layers,
+        "num_attention_heads": delta.form.heads,
+        "token_dim": delta.form.width,
+        "encoder_hidden_size": technique.hidden or delta.width,
+        "prefix_projection": False,
+        "init_weights": None,
+    }
+
+
+def _read_prefix(model: nn.Module, config: Config, tensors: Mapping[str, Tensor]) -> Found:
+    def made(count: int, whole: Sequence[str]) -> PrefixTuning:
+        return PrefixTuning(tokens=count, start="random", modules_to_save=tuple(whole))
+
+    form = form_of(model)
+    return read_front(model, config, tensors, 2 * form.layers * form.width, made)
+
+
 PROMPT = Kind(
     technique=PromptTuning,
     peft_type="PROMPT_TUNING",
@@ -241,8 +268,19 @@ P_TUNING = Kind(
         })
     ),
     config=_p_tuning_config,
-    stored=_p_tuning_stored,
-    fill=fill_front(_p_tuning_stored, _direct),
+    stored=_made_stored,
+    fill=fill_front(_made_stored, _direct),
     read=_read_p_tuning,
     exact=_direct,
 )  # fmt: skip
+
+PREFIX_KIND = Kind(
+    technique=PrefixTuning,
+    peft_type="PREFIX_TUNING",
+    allowed=allowed(frozenset({"encoder_hidden_size", "prefix_projection", "init_weights"})),
+    config=_prefix_config,
+    stored=_made_stored,
+    fill=fill_front(_made_stored, _direct),
+    read=_read_prefix,
+    exact=_direct,
+)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from afina.errors import ConfigError, ModelError
 from afina.ops import tiles
+from afina.ops.prefix import Prefix
 from afina.ops.tiles import Rule
 from afina.types import Context, Layout, Places
 
@@ -351,6 +352,7 @@ def _interface(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    afina_prefix: Prefix | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """What Transformers calls; returns (B, T, H, D)."""
@@ -378,6 +380,8 @@ def _interface(
             got=f"{reach} tokens in the mask, a window of {sliding_window} in the attention",
             cure="train with data.packing=false",
         )
+    if afina_prefix is not None:
+        k, v = afina_prefix.into(module, k, v, afina_context)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     out = rows_attention(
         q,

@@ -12,26 +12,88 @@ Encoders that pool in their trunk (BERT) pool the first place, as they do in PEF
 from __future__ import annotations
 
 import inspect
+import math
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from afina import seams
 from afina.errors import ModelError, TechniqueError
 from afina.techniques.maps import Beside
-from afina.tree import Delta
+from afina.tree import Delta, seed_of
 
 
 class InFront(Beside):
     """A method that puts places in front of every row."""
 
     tokens: int = Field(default=20, ge=1, description="n, places in front of every row")
+
+
+class FromText(InFront):
+    """One that can start from tokens: drawn ones, or those of a text."""
+
+    text: str | None = Field(default=None, description="the text to start from")
+    text_ids: tuple[int, ...] = Field(
+        default=(), description="its tokens; the tokenizer gives them where they are left out"
+    )
+
+    @model_validator(mode="after")
+    def _check_text(self) -> FromText:
+        given = self.text is not None or bool(self.text_ids)
+        if given != (getattr(self, "start", None) == "text"):
+            raise ValueError(
+                "text needs start=text" if given else "start=text needs text (or text_ids)"
+            )
+        return self
+
+    def told(self, tokenizer: Any) -> FromText:
+        """See `Technique.told`.
+
+        Raises:
+            TechniqueError: the text has no tokens.
+        """
+        if self.text is None or self.text_ids:
+            return self
+        ids = tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise TechniqueError(f"{self.key}.text has no tokens", got=repr(self.text))
+        return self.model_copy(update={"text_ids": tuple(ids)})
+
+    def refuse_text(self, vocabulary: int) -> None:
+        """Raises for a text whose tokens nobody told, or that a model has no embedding for.
+
+        Args:
+            vocabulary: tokens that the model has embeddings for.
+
+        Raises:
+            TechniqueError: see above.
+        """
+        if self.text is not None and not self.text_ids:
+            raise TechniqueError(
+                f"{self.key}.text must be taken apart into tokens, and no tokenizer is there",
+                got=repr(self.text),
+                cure=f"afina.apply(model, [...], tokenizer=tokenizer), or give {self.key}.text_ids",
+            )
+        strange = [id for id in self.text_ids if not 0 <= id < vocabulary]
+        if strange:
+            raise TechniqueError(
+                f"{self.key}.text_ids has a token that the model has no embedding for",
+                got=strange[0],
+                wanted=f"ids from 0 to {vocabulary - 1}",
+            )
+
+    def start_ids(self, vocabulary: int, seed: int) -> Tensor:
+        """The n tokens to start from (n,): those of the text again and again, or cut; or drawn."""
+        if self.text_ids:
+            count = len(self.text_ids)
+            return torch.tensor([self.text_ids[i % count] for i in range(self.tokens)])
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randint(0, vocabulary, (self.tokens,), generator=drawn)
 
 
 def trunk_of(model: nn.Module, key: str) -> str:
@@ -52,15 +114,14 @@ def trunk_of(model: nn.Module, key: str) -> str:
             wanted="a decoder such as Llama, or an encoder such as BERT",
         )
     trunk = getattr(model, "base_model", None)
-    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
-    name = next((n for n, module in named if module is trunk and n), None)
-    if name is None:
-        raise TechniqueError(
-            f"{key} needs a model with a head, and this is one without",
-            got=type(model).__name__,
-            wanted="such as LlamaForCausalLM or BertForSequenceClassification",
-        )
-    return name
+    for name, module in model.named_modules():
+        if module is trunk and name:
+            return name
+    raise TechniqueError(
+        f"{key} needs a model with a head, and this is one without",
+        got=type(model).__name__,
+        wanted="such as LlamaForCausalLM or BertForSequenceClassification",
+    )
 
 
 class FrontDelta(Delta):
@@ -76,6 +137,9 @@ class FrontDelta(Delta):
 
     def told(self, named: dict[str, Any], past: int) -> None:
         """Adds to what the trunk is called with; `past` tokens are in its cache, those in front among them."""
+
+    def checked(self, named: dict[str, Any]) -> None:
+        """Looks, behind the trunk, whether what `told` added has arrived."""
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Puts the vectors at the places that wait for them.
@@ -97,6 +161,22 @@ class FrontDelta(Delta):
             module.register_forward_pre_hook(front.before, with_kwargs=True),
             module.register_forward_hook(front.after, with_kwargs=True),
         ]
+
+
+@torch.no_grad()
+def start_network(network: nn.Module, seed: int) -> None:
+    """Gives linears and LSTMs the values that torch would: uniform in ±1/sqrt of what enters a unit.
+
+    Drawn on the CPU in fp32, tensor by tensor, so that every device gets the same.
+    """
+    for name, module in network.named_modules():
+        if not isinstance(module, nn.Linear | nn.LSTM):
+            continue
+        entering = module.in_features if isinstance(module, nn.Linear) else module.hidden_size
+        for own, parameter in module.named_parameters():
+            drawn = torch.Generator().manual_seed(seed_of(seed, f"{name}.{own}"))
+            uniform = torch.rand(parameter.shape, generator=drawn)
+            parameter.copy_((uniform * 2 - 1) / math.sqrt(entering))
 
 
 class _Front:
@@ -139,6 +219,9 @@ class _Front:
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        delta = getattr(module, self.key)
+        if delta.enabled:
+            delta.checked(kwargs)
         if not self.added:
             return output
         if isinstance(output, tuple):

@@ -13,7 +13,6 @@ Source: Liu et al. 2021, "GPT Understands, Too", arXiv 2103.10385, section 3.2 (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from afina import seams
-from afina.techniques.front import FrontDelta, InFront, trunk_of
+from afina.techniques.front import FrontDelta, InFront, start_network, trunk_of
 from afina.tree import Edit, Side, seed_of
 
 Network = Literal["mlp", "lstm", "none"]
@@ -61,11 +60,10 @@ class PTuning(InFront):
 # --- mathematics -----------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def drawn_like(parameter: Tensor, bound: float, seed: int) -> Tensor:
-    """Numbers uniform in ±bound in the shape of a parameter, on the CPU in fp32 so that every device gets the same."""
-    uniform = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    return (uniform * 2 - 1) * bound
+def through(inputs_nD: Tensor, lstm: nn.Module | None, maps: nn.Module | None) -> Tensor:
+    """The vectors (n, D) that a network makes of its inputs (n, D); both parts None give the inputs themselves."""
+    inner = inputs_nD if lstm is None else lstm(inputs_nD[None])[0][0]
+    return inner if maps is None else maps(inner)
 
 
 # --- module ----------------------------------------------------------------------------------------------------
@@ -117,10 +115,7 @@ class PTuningDelta(FrontDelta):
 
     def made(self) -> Tensor:
         """The vectors (n, D)."""
-        inner = self.weight
-        if self.lstm is not None:
-            inner = self.lstm(inner[None])[0][0]
-        return inner if self.maps is None else self.maps(inner)
+        return through(self.weight, self.lstm, self.maps)
 
     def vectors(self, embedding: nn.Module) -> Tensor:
         """See `FrontDelta.vectors`."""
@@ -128,14 +123,7 @@ class PTuningDelta(FrontDelta):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Inputs normal; the network's tensors uniform in ±1/sqrt of what enters a unit, as torch starts them."""
-        normal = torch.randn(
-            self.weight.shape, generator=torch.Generator().manual_seed(seed_of(seed, "weight"))
-        )
-        self.weight.copy_(normal)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.LSTM | nn.Linear):
-                entering = module.hidden_size if isinstance(module, nn.LSTM) else module.in_features
-                for own, parameter in module.named_parameters():
-                    seeded = seed_of(seed, f"{name}.{own}")
-                    parameter.copy_(drawn_like(parameter, 1 / math.sqrt(entering), seeded))
+        """Inputs normal, the network as torch starts its parts."""
+        drawn = torch.Generator().manual_seed(seed_of(seed, "weight"))
+        self.weight.copy_(torch.randn(self.weight.shape, generator=drawn))
+        start_network(self, seed)
