@@ -17,8 +17,12 @@ from peft import (
 )
 from torch import Tensor
 
-from afina.adapters.inspection import Inspection, Row, inspect, lines
+import afina
+from afina.adapters import files
+from afina.adapters.combine import combine
+from afina.adapters.inspection import Inspection, Row, inspect
 from afina.adapters.inspection_plot import plot
+from afina.adapters.inspection_words import lines
 from afina.errors import AdapterError, ConfigError
 from tests import battery
 from tests.adapters.kit import edit_config, edit_tensors
@@ -197,3 +201,25 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(AdapterError, match="not there, or damaged"):
         inspect(tmp_path)
+
+
+def test_an_adapter_of_several_techniques(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", tiny_llama(), byte_tokenizer())
+    model, _ = afina.load(base, dtype="fp32", device="cpu")
+    edit = afina.apply(model, [afina.LoRA(rank=2), afina.PromptTuning(tokens=3)])
+    files.save(edit, tmp_path / "a", base=str(base))
+    found = inspect(tmp_path / "a")
+    assert [part.method for part in found.parts] == ["lora", "prompt"]
+    assert found.method == "lora + prompt"
+    assert found.facts["parameters"] == sum(p.numel() for p in edit.trainable().values())
+    assert len(found.every_row) == 15
+    assert all("changes nothing" in one for one in found.every_strange)  # it never trained
+    said = "\n".join(lines(found))
+    assert f"{tmp_path}/a/lora: lora" in said
+    assert f"{tmp_path}/a/prompt: prompt" in said
+    plot(found.every_row, tmp_path / "a.png")
+    with pytest.raises(AdapterError, match=r"several techniques in one[^$]*name one of them"):
+        combine({tmp_path / "a": 1.0}, tmp_path / "c")
+    combine({tmp_path / "a/lora": 1.0}, tmp_path / "c")
+    with pytest.raises(AdapterError, match="is none"):
+        combine({tmp_path / "a/prompt": 1.0}, tmp_path / "d")

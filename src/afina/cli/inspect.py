@@ -48,7 +48,8 @@ def command(
     """
     refuse_unwritable(plot, json_file, force=overwrite, flag="--overwrite")
     refuse_over_inputs([plot, json_file], [adapter])
-    from afina.adapters.inspection import inspect, lines
+    from afina.adapters.inspection import inspect
+    from afina.adapters.inspection_words import lines
 
     found = inspect(adapter)
     show = note if json_file == "-" else print
