@@ -383,6 +383,15 @@ def test_a_run_learns_the_same_and_leaves_no_states(tmp_path: Path) -> None:
     assert "0.1 GiB are granted" in line
 
 
+@pytest.mark.slow
+def test_compiled_blocks_are_entered_too(tmp_path: Path) -> None:
+    for cached in (True, False):
+        torch._dynamo.reset()
+        model = tiny_llama(num_hidden_layers=4, dtype=torch.float32)
+        trained(tmp_path / str(cached), cached=cached, model=model, compile=True)
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-4)
+
+
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
     rows = [*ragged_rows(9), ragged_rows(9)[0]]  # one is there twice

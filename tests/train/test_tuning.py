@@ -19,6 +19,7 @@ from afina.data.settings import DataSettings
 from afina.errors import RunError
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
+from afina.techniques.lora import LoRA
 from afina.train.metrics import read_metrics
 from afina.train.passes import passes_of
 from afina.train.state import Machine, State
@@ -186,6 +187,22 @@ def test_a_compiled_run_learns_the_same_and_goes_on_bit_for_bit(
         torch.testing.assert_close(weights(whole)[name], value, rtol=1e-3, atol=1e-5)
     begun = json.loads((tmp_path / "whole" / "start.json").read_text())
     assert begun["machine"]["compiled"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["0", "1"])
+def test_a_block_without_an_adapter_does_not_stand_for_one_with(
+    layers: str, tmp_path: Path
+) -> None:
+    """Blocks share their graphs; where one alone has an adapter, that must act and learn."""
+    for way in (True, False):
+        torch._dynamo.reset()
+        model = tiny_llama(dtype=torch.float32)
+        run(tmp_path / str(way), LoRA(rank=2, layers=layers), model=model, steps=4, compile=way)
+    compiled, plain = (read_metrics(tmp_path / str(way)) for way in (True, False))
+    for one, other in zip(compiled, plain, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-3)
 
 
 def parts(out: Path, model: Any, **more: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch._dynamo import config as compiler
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -70,7 +71,10 @@ class Blocks:
         before = _calls(self.blocks)
         try:
             self._put()
-            yield self
+            # The compiler would take blocks with hooks and without for the same, and where only some have an adapter,
+            # a graph that knows of none would serve them all.
+            with compiler.patch(skip_nnmodule_hook_guards=False):
+                yield self
         finally:
             _put(self.blocks, before)
             self.compiled = False
