@@ -484,3 +484,32 @@ def test_linear_needs_one_rank(tmp_path: Path) -> None:
     _, sources, _ = two("ranks and scales", tmp_path)
     with pytest.raises(AdapterError, match="must have one rank"):
         combine(sources, tmp_path / "c", settings=CombineSettings(method="linear"))
+
+
+def test_a_combined_adapter_can_be_merged(home: Path, tmp_path: Path) -> None:
+    combine({home / "a": 0.5, home / "b": -0.2}, tmp_path / "c")
+    settings = afina.MergeSettings(max_new_tokens=2, device="cpu")
+    merged = afina.merge(tmp_path / "c", tmp_path / "model", settings=settings)
+    assert merged.verified
+
+
+def test_what_the_base_was_rounded_to_stays_recorded(home: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        model, _ = afina.load(home / "base", dtype="fp32", device="cpu")
+        edit = afina.apply(model, [afina.Quantize(kind="int8"), afina.LoRA(rank=2)])
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in edit.trainable().values():
+                parameter.add_(torch.randn_like(parameter))
+        files.save(edit, tmp_path / name, base=str(home / "base"))
+    made = combine({tmp_path / "a": 1.0, tmp_path / "b": 0.5}, tmp_path / "c")
+    assert "its base is this model, by fingerprint" in made.notes
+    one, other = (json.loads((tmp_path / n / RECORD).read_text()) for n in "ac")
+    assert one["base"] == other["base"]
+    assert [list(t) for t in other["techniques"]] == [["quantize"], ["lora"]]
+    model, _ = afina.load(home / "base", dtype="fp32", device="cpu")
+    afina.apply(model, [afina.Quantize(kind="int8")])
+    edit = afina.load_adapter(model, tmp_path / "c")
+    assert any("fingerprint" in note for note in edit.notes)
+    with pytest.raises(AdapterError, match="different weights of one base"):
+        combine({tmp_path / "a": 1.0, home / "b": 1.0}, tmp_path / "d")

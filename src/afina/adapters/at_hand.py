@@ -118,8 +118,6 @@ def base_at_hand(
         AfinaError: a named base is not found, or cannot be used.
     """
     target = source.target
-    if source.rounded is not None:
-        return "its base was quantised, and is compared by fingerprints alone"
     if named is not None:
         return open_model(str(named), resolve(named, token=token, offline=offline))
     try:
@@ -133,13 +131,19 @@ def refuse_other_bases(sources: Sequence[Source], *, named: bool) -> None:
     """Raises for adapters of different bases, as far as they themselves tell.
 
     Two fingerprints that leave out the same tensors decide; else the names of the bases must be one, unless the user
-    named the base.
+    named the base. A base and the same one quantised are two: a change was learnt beside the one or the other.
 
     Raises:
         AdapterError: naming the two.
     """
     first = sources[0]
     for other in sources[1:]:
+        if first.rounded != other.rounded:
+            raise AdapterError(
+                "these adapters were trained beside different weights of one base",
+                got=f"{_said(first)}; {_said(other)}",
+                wanted="adapters of one base, quantised alike or not at all",
+            )
         one, two = first.record, other.record
         if one is not None and two is not None and set(one.trained) == set(two.trained):
             if same_base(one.fingerprint, two.fingerprint):
@@ -157,6 +161,10 @@ def refuse_other_bases(sources: Sequence[Source], *, named: bool) -> None:
             wanted="adapters of one base",
             cure=cure,
         )
+
+
+def _said(source: Source) -> str:
+    return f"{source.name}: {source.rounded or 'its weights as they are'}"
 
 
 def _same_name(one: str, other: str) -> bool:
