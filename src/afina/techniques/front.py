@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -114,7 +115,7 @@ def trunk_of(model: nn.Module, key: str) -> str:
             wanted="a decoder such as Llama, or an encoder such as BERT",
         )
     trunk = getattr(model, "base_model", None)
-    for name, module in model.named_modules():
+    for name, module in _named(model):
         if module is trunk and name:
             return name
     raise TechniqueError(
@@ -122,6 +123,11 @@ def trunk_of(model: nn.Module, key: str) -> str:
         got=type(model).__name__,
         wanted="such as LlamaForCausalLM or BertForSequenceClassification",
     )
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    return list(named)
 
 
 class FrontDelta(Delta):
@@ -169,7 +175,7 @@ def start_network(network: nn.Module, seed: int) -> None:
 
     Drawn on the CPU in fp32, tensor by tensor, so that every device gets the same.
     """
-    for name, module in network.named_modules():
+    for name, module in _named(network):
         if not isinstance(module, nn.Linear | nn.LSTM):
             continue
         entering = module.in_features if isinstance(module, nn.Linear) else module.hidden_size
