@@ -16,6 +16,7 @@ from torch import Tensor
 import afina
 from afina.adapters import files
 from afina.adapters.combine import CombineSettings, combine
+from afina.adapters.inspection import inspect
 from afina.adapters.products import read_source
 from afina.errors import AdapterError, ConfigError
 from tests import battery
@@ -478,6 +479,20 @@ def test_files_that_contradict_themselves(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=says):
             combine({tmp_path / "a": 1.0}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_fused_experts_are_refused(tmp_path: Path) -> None:
+    """Their A and B hold a product for each expert: as one product they would be something else."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    with battery.quiet():
+        model: Any = get_peft_model(build("mixtral"), config)
+        model.save_pretrained(str(tmp_path / "a"))
+    edit_config(tmp_path / "a", base_model_name_or_path="tiny/gone")
+    with pytest.raises(AdapterError, match=r"fused experts|target_parameters"):
+        combine({tmp_path / "a": 1.0}, tmp_path / "c")
+    rows = {row.name: row for row in inspect(tmp_path / "a").rows}
+    assert rows["model.layers.0.mlp.experts"].rank is None
+    assert rows["model.layers.0.self_attn.q_proj"].rank == 2
 
 
 def test_linear_needs_one_rank(tmp_path: Path) -> None:

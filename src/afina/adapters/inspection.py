@@ -25,7 +25,7 @@ from afina.adapters.fitting import KINDS
 from afina.adapters.kinds import refuse_settings
 from afina.adapters.layout import CONFIG, PREFIX, RECORD, WEIGHTS, read_config, stacked
 from afina.adapters.outputs import MADE_BY
-from afina.adapters.products import EMBEDDING, LINEAR, VALUES, adapter_of, product_of
+from afina.adapters.products import EMBEDDING, LINEAR, VALUES, adapter_of, of_experts, product_of
 from afina.errors import AdapterError, AfinaError
 from afina.ops import svd
 
@@ -243,7 +243,11 @@ def _row(
     plain = math.sqrt(sum(float(t.double().square().sum()) for t in group.values()))
     row = Row(name, tuple(group), parameters, plain)
     ends = next((e for e in (LINEAR, EMBEDDING, VALUES) if set(e) <= set(group)), None)
-    if ends is None or not all(t.isfinite().all() for t in group.values()):
+    if (
+        ends is None
+        or of_experts(name, config)
+        or not all(t.isfinite().all() for t in group.values())
+    ):
         if any("lora_A" in part or "lora_B" in part for part in group) and ends is None:
             strange.append(f"{name}: half of a pair: {', '.join(group)}")
         return row

@@ -163,7 +163,7 @@ def read_source(name: Any) -> Source:
             cure=f"name one of them: {' or '.join(map(str, parts.values()))}",
         )
     kind = refuse_settings(config, KINDS, folder / CONFIG)
-    _refuse_other(kind, folder)
+    _refuse_other(kind, config, folder)
     found = entries(read_tensors(folder), kind.ending, kind.part)
     places: dict[str, dict[str, Tensor]] = {}
     for entry in found:
@@ -188,15 +188,26 @@ def _plain(module: str) -> str:
     return module
 
 
-def _refuse_other(kind: Kind, folder: Path) -> None:
+def _refuse_other(kind: Kind, config: Config, folder: Path) -> None:
+    what = kind.technique.__name__
     if kind.peft_type in ("LORA", "ADALORA"):
-        return
+        if not config.get("target_parameters"):
+            return
+        what = "LoRA on fused experts, a product for each expert,"
     raise AdapterError(
-        f"this is arithmetic with low-rank changes, and {kind.technique.__name__} is none",
+        f"this is arithmetic with one low-rank change a place, and {what} is none",
         got=folder,
         wanted="LoRA or AdaLoRA",
         cure=INSTEAD,
     )
+
+
+def of_experts(name: str, config: Config) -> bool:
+    """Whether a place is of fused experts, whose A and B hold one product for each of them."""
+    targets = config.get("target_parameters")
+    holders = [str(t).rpartition(".")[0] for t in targets] if isinstance(targets, list) else []
+    plain = name.replace(".base_layer", "")
+    return any(plain == holder or plain.endswith(f".{holder}") for holder in holders)
 
 
 def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product:
