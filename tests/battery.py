@@ -48,6 +48,7 @@ from afina.techniques.lora import LoRA, LoRADelta
 from afina.techniques.p_tuning import PTuning
 from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
+from afina.techniques.trainable_tokens import TrainableTokens
 from afina.train.passes import Passes, unshared
 from afina.tree import Edit, Technique
 from afina.types import Row
@@ -202,6 +203,7 @@ LOST_ADALORA = AdaLoRA(target=("q_prpj",))
 LOST_PREFIX = PrefixTuning(modules_to_save=("q_prpj",))
 LOST_PROMPT = PromptTuning(modules_to_save=("q_prpj",))
 LOST_P_TUNING = PTuning(modules_to_save=("q_prpj",))
+LOST_TOKENS = TrainableTokens(tokens=(3,), modules_to_save=("q_prpj",))
 LOST_FULL = Full(target=("q_prpj",))
 
 # (technique, models, what is claimed)
@@ -270,6 +272,13 @@ ROWS: tuple[tuple[Technique, tuple[str, ...], dict[str, Any]], ...] = (
     (PTuning(tokens=3), EVERY, {"identity": False, "gone": LOST_P_TUNING}),
     (PTuning(tokens=4, network="lstm", hidden=5), ("llama", "bert"), {"identity": False}),
     (PTuning(tokens=3, network="none"), ("gpt2",), {"identity": False}),
+    (
+        TrainableTokens(tokens=(31, 3, 9, 22)),
+        ("llama", "llama_tied", "gpt2", "mixtral"),
+        {"folds": True, "peft": True, "gone": LOST_TOKENS},
+    ),
+    # PEFT leaves the bias of a tied head out.
+    (TrainableTokens(tokens=(8, 2)), ("bert",), {"folds": True}),
     (Full(), EVERY, {"gone": LOST_FULL}),
     (Full(layers="-1", exclude=("mlp",)), ("llama_tied",), {}),
 )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from afina.techniques.prefix import PrefixTuning
     from afina.techniques.prompt import PromptTuning
     from afina.techniques.quantize import Quantize
+    from afina.techniques.trainable_tokens import TrainableTokens
     from afina.train.job import Run
     from afina.train.options import RunOptions
     from afina.train.run import train
@@ -60,6 +61,7 @@ _HOMES = {
     "Run": "afina.train.job",
     "RunOptions": "afina.train.options",
     "TrainSettings": "afina.config",
+    "TrainableTokens": "afina.techniques.trainable_tokens",
     "apply": "afina.table",
     "check": "afina.reports.check",
     "combine": "afina.adapters.combine",
@@ -96,6 +98,7 @@ __all__ = [
     "Run",
     "RunOptions",
     "TrainSettings",
+    "TrainableTokens",
     "apply",
     "check",
     "combine",

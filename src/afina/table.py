@@ -21,12 +21,14 @@ from afina.techniques.p_tuning import PTuning
 from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
 from afina.techniques.quantize import Quantize, found_in
+from afina.techniques.trainable_tokens import TrainableTokens
 from afina.tree import Edit, Technique, freeze
 
 TECHNIQUES: dict[str, type[Technique]] = {
     "quantize": Quantize,
     "lora": LoRA,
     "adalora": AdaLoRA,
+    "trainable_tokens": TrainableTokens,
     "prompt": PromptTuning,
     "prefix": PrefixTuning,
     "p_tuning": PTuning,
@@ -37,6 +39,7 @@ TECHNIQUES: dict[str, type[Technique]] = {
 ORDER: tuple[str, ...] = (
     "quantize",
     "full",
+    "trainable_tokens",
     "lora",
     "adalora",
     "ia3",
@@ -47,6 +50,8 @@ ORDER: tuple[str, ...] = (
 """The order in which techniques act on a model, whatever the order in which they were given."""
 
 CLASHES: dict[tuple[str, str], str] = {
+    ("full", "trainable_tokens"): "an embedding that trains itself needs no rows beside it; "
+    "to train some modules whole beside chosen tokens, set trainable_tokens.modules_to_save",
     (
         "quantize",
         "full",

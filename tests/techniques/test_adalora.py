@@ -85,7 +85,8 @@ class Pair:
         other.backward()
         battery.close(loss, other)
         for mine, other in self.both().values():
-            assert mine.grad is not None and other.grad is not None
+            assert mine.grad is not None
+            assert other.grad is not None
             battery.close(mine.grad, other.grad, 1e-9)
         with torch.no_grad():
             for one in (p for pair in self.both().values() for p in pair):
@@ -161,7 +162,8 @@ def test_orthogonality_is_the_mean_of_norms() -> None:
     assert orthogonality([near, 2 * near]) == pytest.approx(3 * 3**0.5 / 2)
     skew = torch.tensor([[1.0, 1.0], [0.0, 1.0]], requires_grad=True)
     orthogonality([skew]).backward()
-    assert skew.grad is not None and skew.grad.isfinite().all()
+    assert skew.grad is not None
+    assert skew.grad.isfinite().all()
 
 
 def test_a_run_cuts_by_itself_and_says_what_is_left(tmp_path: Path) -> None:
@@ -189,8 +191,8 @@ def test_without_cuts_nothing_is_said_of_them() -> None:
 def test_resumed_in_mid_run_it_is_the_same_run(tmp_path: Path, stop: int) -> None:
     technique = AdaLoRA(init_rank=3, target_rank=1, tinit=1, tfinal=3, delta_t=2, alpha=60.0)
     whole = kit.run(tmp_path / "whole", technique, steps=10)
+    options = {"seams": kit.stop_after(stop + 1)}
     with pytest.raises(kit.Stop):
-        options = {"seams": kit.stop_after(stop + 1)}
         kit.run(tmp_path / "parts", technique, steps=10, save_every=stop, options=options)
     again = kit.run(
         tmp_path / "parts", technique, steps=10, save_every=stop, options={"resume": True}

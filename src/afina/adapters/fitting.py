@@ -28,13 +28,14 @@ from afina.adapters.peft_adalora import ADALORA
 from afina.adapters.peft_ia3 import IA3_KIND
 from afina.adapters.peft_lora import LORA
 from afina.adapters.peft_prompt import P_TUNING, PREFIX_KIND, PROMPT
+from afina.adapters.peft_tokens import TOKENS
 from afina.adapters.placing import Placed, place
 from afina.adapters.rounded import differences
 from afina.errors import AdapterError, ConfigError, counted
 from afina.tree import Technique
 
 KINDS: Mapping[str, Kind] = {
-    kind.peft_type: kind for kind in (LORA, ADALORA, IA3_KIND, PREFIX_KIND, PROMPT, P_TUNING)
+    kind.peft_type: kind for kind in (LORA, ADALORA, TOKENS, IA3_KIND, PREFIX_KIND, PROMPT, P_TUNING)
 }
 """The techniques that PEFT's layout can hold, by PEFT's name."""
 
@@ -126,6 +127,7 @@ def _fit_one(
             return _fit_bare(kind.read(model, config, tensors), folder, config, base, cure)
         placed = place(model, config, kind, entries(tensors, kind.ending, kind.part))
         placed.read = told.read
+        kind.once(model, placed.parts)
         notes = _fit(placed, folder, len(tensors), base, cure=cure)
         whole = sorted({name.rpartition(".")[0] for name in placed.whole})
         assert kind.technique_of is not None

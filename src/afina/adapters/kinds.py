@@ -96,6 +96,7 @@ class Kind:
         named: the names of the sites that a configuration names, given how it calls each module of the model; None when
             it does not say.
         misfit: what is wrong with the tensors for one site, by ending; empty when nothing is.
+        once: takes out of the places what says the same as another place; raises where the two differ.
         technique_of: the technique that makes exactly the places of a file.
         stored: all tensors of the file by their keys, for a part; None goes by `tensors`.
         fill: gives a part the values of such tensors; None copies each into the one of its key.
@@ -113,6 +114,7 @@ class Kind:
     sites: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
     named: Callable[[nn.Module, Config, Mapping[str, str]], set[str] | None] = lambda *_: None
     misfit: Callable[[Any, Parts], dict[str, str]] = lambda site, parts: {}
+    once: Callable[[nn.Module, dict[str, dict[str, Tensor]]], None] = lambda model, parts: None
     technique_of: Callable[[nn.Module, Config, Places], Technique] | None = None
     stored: Callable[[Part], dict[str, Tensor]] | None = None
     fill: Callable[[Part, Mapping[str, Tensor]], None] | None = None

@@ -136,10 +136,10 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> AdaLoRA:
     Raises:
         AdapterError: the ranks of the file are others than those of the configuration.
     """
-    first = config["init_r"]
+    first = int(config["init_r"])
     ranks = {name: _rank(parts) for name, parts in places.parts.items()}
     flags = _flags(config)
-    said = {n: sum(flags.get(places.seen[n], [True] * first)) for n in ranks}
+    said = {n: sum(flags[s]) if (s := places.seen[n]) in flags else first for n in ranks}
     lying = [f"{n}: file {r}, configuration {said[n]}" for n, r in ranks.items() if r != said[n]]
     if lying:
         raise AdapterError(

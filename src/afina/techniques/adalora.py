@@ -370,7 +370,7 @@ class Allocation:
     def _allocate(self, budget: int) -> None:
         scores = torch.cat([delta.scores() for delta in self._deltas])
         kept = ~least(scores, len(scores) - budget)
-        for delta, mine in zip(
-            self._deltas, kept.split([d.rank for d in self._deltas]), strict=True
-        ):
-            delta.keep(mine)
+        start = 0
+        for delta in self._deltas:
+            delta.keep(kept[start : start + delta.rank])
+            start += delta.rank

@@ -96,6 +96,10 @@ class Delta(nn.Module, ABC):
         """Its bias (out,), in fp32 or wider; None where it has none."""
         return bias_O
 
+    def origin(self) -> Delta:
+        """The child whose change this repeats at the other end of a tied weight; itself for most."""
+        return self
+
     def silent_at_start(self) -> frozenset[str]:
         """Parameters whose gradient is exactly zero at the first step, by construction."""
         return frozenset()
