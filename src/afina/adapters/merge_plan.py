@@ -24,6 +24,7 @@ from afina.tree.fold import (
     fold_bias,
     refuse_other_ties,
     refuse_unfoldable,
+    stays_tied,
     tied_groups,
 )
 
@@ -239,7 +240,8 @@ def _parted(
     Raises:
         AdapterError: where the model has no setting that parts them.
     """
-    touched = next((f"{name}.weight" for name in deltas if f"{name}.weight" in group), None)
+    tied = (f"{name}.weight" for name in deltas if f"{name}.weight" in group)
+    touched = next((name for name in tied if not stays_tied(group[name], deltas)), None)
     if touched is None:
         return []
     try:

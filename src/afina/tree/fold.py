@@ -100,7 +100,7 @@ class Folds:
     """The changes of a model, folded into its weights; the original tensors are kept and can be put back.
 
     A weight is not written: the module gets another tensor in its place. So putting back is exact and costs nothing,
-    and a tensor that two modules share is changed for the one that asked.
+    and a tensor that two modules share is changed for the one that asked, or for both where their change is the same.
 
     Attributes:
         rounding: of each module, the share of its change that was lost; see `fold`.
@@ -112,15 +112,20 @@ class Folds:
         self._places: list[tuple[nn.Module, str, nn.Parameter | None, nn.Parameter]] = []
         self._shared = ""
         self._retie: Callable[[], None] | None = None
-        for target, parts in by_module(deltas).items():
+        every, shared = by_module(deltas), dict[int, nn.Parameter]()
+        for target, parts in every.items():
             module, name = model.get_submodule(target), f"{target}.weight"
             refuse_unfoldable(parts, target)
             weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
-            if len(names_of(model, weight)) > 1:
+            names = names_of(model, weight)
+            tied = len(names) > 1 and stays_tied(names, every)
+            if len(names) > 1 and not tied:
                 refuse_other_ties(model, name)
                 self._shared = name
             folded, self.rounding[target] = fold(weight, parts, name=name)
-            self._replace(module, "weight", folded, weight)
+            new = self._replace(module, "weight", folded, weight)
+            if tied:
+                self._places[-1] = (module, "weight", weight, shared.setdefault(id(weight), new))
             new_bias = fold_bias(bias, parts, weight.dtype if bias is None else bias.dtype)
             if new_bias is not None:
                 self._replace(module, "bias", new_bias, bias)
@@ -128,9 +133,11 @@ class Folds:
 
     def _replace(
         self, module: nn.Module, name: str, folded: Tensor, old: nn.Parameter | None
-    ) -> None:
+    ) -> nn.Parameter:
         trains = old is not None and old.requires_grad
-        self._places.append((module, name, old, nn.Parameter(folded, requires_grad=trains)))
+        new = nn.Parameter(folded, requires_grad=trains)
+        self._places.append((module, name, old, new))
+        return new
 
     def put_in(self) -> None:
         """The folded weights take their places."""
@@ -177,6 +184,18 @@ def names_of(model: nn.Module, parameter: nn.Parameter) -> list[str]:
     """Every name under which `model` holds this very tensor."""
     every = model.named_parameters(remove_duplicate=False)
     return [name for name, other in every if other is parameter]
+
+
+def stays_tied(names: Sequence[str], deltas: Mapping[str, Sequence[Delta]]) -> bool:
+    """Whether what changes a tied tensor is the same under all of its names, so that it stays one tensor.
+
+    Args:
+        names: of the tensor.
+        deltas: the children of each module that has some.
+    """
+    ends = [deltas.get(name.rpartition(".")[0], ()) for name in names]
+    changes = {id(delta.origin()) for end in ends for delta in end}
+    return len(changes) == 1 and all(len(end) == 1 for end in ends)
 
 
 def untie(model: Any) -> Callable[[], None]:
