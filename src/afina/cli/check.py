@@ -154,13 +154,13 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
     case.options = replace(options, **scoring(settings, case.tokenizer))
     if case.model is not None and "technique" not in case.failed:
         try:
-            case.edit = _applied(case.model, resolved, given)
+            case.edit = _applied(case.model, case.tokenizer, resolved, given)
         except AfinaError as error:
             case.failed["technique"] = error
     return case.look(settings.source, settings.val)
 
 
-def _applied(model: Any, resolved: Any, given: Mapping[str, Any]) -> Any:
+def _applied(model: Any, tokenizer: Any, resolved: Any, given: Mapping[str, Any]) -> Any:
     """The edit of the run: fresh, or as an adapter has it."""
     from afina.table import apply
 
@@ -168,7 +168,13 @@ def _applied(model: Any, resolved: Any, given: Mapping[str, Any]) -> Any:
     if source is not None:
         return start_from(model, resolved, source, allow_partial=partial)[0]
     settings = resolved.config
-    return apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
+    return apply(
+        model,
+        settings.techniques,
+        seed=settings.train.seed,
+        undoable=False,
+        tokenizer=tokenizer,
+    )
 
 
 COLOURS = {

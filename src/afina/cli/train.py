@@ -269,7 +269,13 @@ def _started(
     )
     if start["source"] is None:
         # Only `edit.undo()` needs the originals of what is changed in place, and nobody calls it.
-        edit = apply(model, settings.techniques, seed=settings.train.seed, undoable=False)
+        edit = apply(
+            model,
+            settings.techniques,
+            seed=settings.train.seed,
+            undoable=False,
+            tokenizer=tokenizer,
+        )
         return model, tokenizer, edit, resolved
     return model, tokenizer, *start_from(model, resolved, **start)
 

@@ -206,7 +206,7 @@ class _Front:
         names = list(inspect.signature(module.forward).parameters)
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         embedding = cast("Any", module).get_input_embeddings()
-        past = _cached(named)
+        past = _cached(named, self.key)
         if named.get("afina_context") is not None:
             ids_BT = named.pop("input_ids")
             named["inputs_embeds"] = delta(ids_BT, embedding(ids_BT.clamp(min=0)), embedding)
@@ -237,12 +237,22 @@ class _Front:
         return output
 
 
-def _cached(named: dict[str, Any]) -> int:
-    """Positions in the cache, those in front among them."""
-    for name in ("cache", "past_key_values"):
-        if named.get(name) is not None:
-            return int(named[name].get_seq_length())
-    return 0
+def _cached(named: dict[str, Any], key: str) -> int:
+    """Positions in the cache, those in front among them.
+
+    Raises:
+        ModelError: its size is fixed, and has no room for them.
+    """
+    cache = next((named[n] for n in ("cache", "past_key_values") if named.get(n) is not None), None)
+    if cache is None:
+        return 0
+    if getattr(cache, "is_compileable", False):
+        raise ModelError(
+            f"{key} needs a cache that grows, and this one is of a fixed size",
+            got=type(cache).__name__,
+            cure="with generate, leave cache_implementation at 'dynamic'",
+        )
+    return int(cache.get_seq_length())
 
 
 def _make_room(
@@ -262,7 +272,6 @@ def _make_room(
                 f"places in front of the rows need {name} with one number a token",
                 got=tuple(what.shape) if isinstance(what, Tensor) else type(what).__name__,
                 wanted="(rows, tokens)",
-                cure="with generate, leave cache_implementation at 'dynamic'",
             )
     first = seams.first_position(module)
     if positions_BT is None and mask_BS is not None and "position_ids" in names:
