@@ -42,6 +42,8 @@ from afina.models.head import head_of
 from afina.ops import reference
 from afina.table import CLASHES, TECHNIQUES, apply
 from afina.techniques.adalora import AdaLoRA
+from afina.techniques.bitfit import BitFit
+from afina.techniques.bottleneck import Bottleneck
 from afina.techniques.full import Full
 from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA, LoRADelta
@@ -198,6 +200,8 @@ class Case:
 
 EVERY = tuple(MODELS)
 LOST_LORA = LoRA(target=("q_prpj",))
+LOST_BITFIT = BitFit(target=("q_prpj",))
+LOST_BOTTLENECK = Bottleneck(modules_to_save=("q_prpj",))
 LOST_IA3 = IA3(target=("q_prpj",))
 LOST_ADALORA = AdaLoRA(target=("q_prpj",))
 LOST_PREFIX = PrefixTuning(modules_to_save=("q_prpj",))
@@ -235,6 +239,19 @@ ROWS: tuple[tuple[Technique, tuple[str, ...], dict[str, Any]], ...] = (
     (LoRA(rank=4, modules_to_save=("lm_head",)), ("llama", "llama_tied"), {"peft": True}),
     (LoRA(rank=4, modules_to_save=("ln_f", "wpe")), ("gpt2",), {"peft": True}),
     (LoRA(rank=4, dropout=0.3, loraplus_ratio=16.0), ("llama",), {"folds": True, "peft": True}),
+    (BitFit(), ("llama", "llama_tied", "gpt2", "bert"), {"folds": True, "gone": LOST_BITFIT}),
+    # No setting of Mixtral's gives its maps a bias: nothing to merge into.
+    (BitFit(), ("mixtral",), {}),
+    (BitFit(target=("q_proj", "mlp.up_proj"), layers="0"), ("llama",), {"folds": True}),
+    (BitFit(target=("norms",)), ("gpt2",), {"folds": True}),
+    (Bottleneck(reduction_factor=2), EVERY, {"gone": LOST_BOTTLENECK}),
+    (Bottleneck(kind="pfeiffer", width=6, scaling="learned", exclude="0"), ("gpt2", "bert"), {}),
+    (Bottleneck(kind="parallel", width=8, non_linearity="gelu"), ("llama_tied", "bert"), {}),
+    (
+        Bottleneck(kind="scaled_parallel", width=6, dropout=0.2, modules_to_save=("norm",)),
+        ("mixtral",),
+        {},
+    ),
     (IA3(), EVERY, {"folds": True, "peft": True, "gone": LOST_IA3}),
     (
         IA3(target=("all-linear",), exclude=("o_proj",), layers="-1", modules_to_save=("norm",)),

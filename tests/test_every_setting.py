@@ -117,6 +117,9 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
         "exclude": ("q_proj",), "layers": "0", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2.0},
         "modules_to_save": ("lm_head",),
     },
+    "bitfit": {
+        "target": ("q_proj",), "exclude": ("k_proj",), "layers": "0", "modules_to_save": ("lm_head",),
+    },
     "ia3": {
         "target": ("q_proj",), "feedforward": ("o_proj",), "exclude": ("k_proj",), "layers": "0",
         "modules_to_save": ("lm_head",),

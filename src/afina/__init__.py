@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from afina.reports.check import check
     from afina.table import apply
     from afina.techniques.adalora import AdaLoRA
+    from afina.techniques.bitfit import BitFit
+    from afina.techniques.bottleneck import Bottleneck
     from afina.techniques.full import Full
     from afina.techniques.ia3 import IA3
     from afina.techniques.lora import LoRA
@@ -42,6 +44,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdaLoRA": "afina.techniques.adalora",
     "AfinaError": "afina.errors",
+    "BitFit": "afina.techniques.bitfit",
+    "Bottleneck": "afina.techniques.bottleneck",
     "CombineSettings": "afina.adapters.combine",
     "DataSettings": "afina.data.settings",
     "Edit": "afina.tree",
@@ -80,6 +84,8 @@ __all__ = [
     "IA3",
     "AdaLoRA",
     "AfinaError",
+    "BitFit",
+    "Bottleneck",
     "CombineSettings",
     "DataSettings",
     "Edit",

@@ -14,6 +14,8 @@ from torch import nn
 from afina.errors import ConfigError, TechniqueError
 from afina.seams import require_model
 from afina.techniques.adalora import AdaLoRA
+from afina.techniques.bitfit import BitFit
+from afina.techniques.bottleneck import Bottleneck
 from afina.techniques.full import Full
 from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA
@@ -32,7 +34,9 @@ TECHNIQUES: dict[str, type[Technique]] = {
     "prompt": PromptTuning,
     "prefix": PrefixTuning,
     "p_tuning": PTuning,
+    "bitfit": BitFit,
     "ia3": IA3,
+    "bottleneck": Bottleneck,
     "full": Full,
 }
 
@@ -42,7 +46,9 @@ ORDER: tuple[str, ...] = (
     "trainable_tokens",
     "lora",
     "adalora",
+    "bitfit",
     "ia3",
+    "bottleneck",
     "prefix",
     "prompt",
     "p_tuning",
@@ -61,6 +67,11 @@ CLASHES: dict[tuple[str, str], str] = {
     "to train some modules whole beside LoRA, set lora.modules_to_save",
     ("full", "adalora"): "a weight that trains itself needs no low-rank change beside it; "
     "to train some modules whole beside AdaLoRA, set adalora.modules_to_save",
+    (
+        "full",
+        "bitfit",
+    ): "full trains the biases too; to train some modules whole beside BitFit, set "
+    "bitfit.modules_to_save",
     ("full", "ia3"): "a weight that trains itself needs no factors beside it; "
     "to train some modules whole beside IA3, set ia3.modules_to_save",
     ("prefix", "prompt"): "both want the places in front of a row; raise tokens of one of them",

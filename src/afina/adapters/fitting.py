@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from afina.adapters.bitfit import BITFIT
 from afina.adapters.card import read_record
 from afina.adapters.checking import (
     Problem,
@@ -24,6 +25,7 @@ from afina.adapters.fingerprint import Read, base_fingerprint, same_base
 from afina.adapters.kinds import Found, Kind, Places, refuse_settings
 from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors, stacked
 from afina.adapters.names import entries
+from afina.adapters.own_bottleneck import BOTTLENECK
 from afina.adapters.peft_adalora import ADALORA
 from afina.adapters.peft_ia3 import IA3_KIND
 from afina.adapters.peft_lora import LORA
@@ -35,7 +37,8 @@ from afina.errors import AdapterError, ConfigError, counted
 from afina.tree import Technique
 
 KINDS: Mapping[str, Kind] = {
-    kind.peft_type: kind for kind in (LORA, ADALORA, TOKENS, IA3_KIND, PREFIX_KIND, PROMPT, P_TUNING)
+    kind.peft_type: kind
+    for kind in (LORA, ADALORA, TOKENS, IA3_KIND, BITFIT, PREFIX_KIND, PROMPT, P_TUNING, BOTTLENECK)
 }
 """The techniques that PEFT's layout can hold, by PEFT's name."""
 

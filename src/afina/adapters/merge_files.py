@@ -107,7 +107,7 @@ def write_merged(
     made = changes(skeleton, fitted.techniques, fitted.tensors)
     plan = make_plan(skeleton, shards, made, dtype, trained_as)
     _refuse_small(out, plan.shards)
-    _write_config(base, out, dtype, untie=bool(plan.untied))
+    _write_config(base, out, dtype, untie=bool(plan.untied), biases=plan.settings)
     for file, wanted in plan.shards.items():
         write_shard(out / file, wanted)
     if (base / INDEX).is_file():
@@ -146,7 +146,9 @@ def _refuse_small(out: Path, shards: Mapping[str, list[Wanted]]) -> None:
         )
 
 
-def _write_config(base: Path, out: Path, dtype: torch.dtype | None, *, untie: bool) -> None:
+def _write_config(
+    base: Path, out: Path, dtype: torch.dtype | None, *, untie: bool, biases: Mapping[str, bool]
+) -> None:
     settings = _read(base / "config.json")
     parts = [settings, *(p for p in [settings.get("text_config")] if isinstance(p, dict))]
     for part in parts:
@@ -155,6 +157,8 @@ def _write_config(base: Path, out: Path, dtype: torch.dtype | None, *, untie: bo
         if dtype is not None:
             named = {"dtype", "torch_dtype"} & set(part) or ({"dtype"} if part is settings else ())
             part.update(dict.fromkeys(named, str(dtype).removeprefix("torch.")))
+    # Biases are a matter of the text part, where there is one.
+    parts[-1].update(biases)
     text = json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True)
     (out / "config.json").write_text(text + "\n", encoding="utf-8")
 

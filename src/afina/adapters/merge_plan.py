@@ -18,6 +18,7 @@ from afina.adapters.merge_shards import DTYPES, NAMES, Stored, Wanted
 from afina.errors import AdapterError, ModelError, TechniqueError
 from afina.table import apply
 from afina.tree import Delta, Technique
+from afina.tree.biases import settings_for
 from afina.tree.fold import (
     by_module,
     fold,
@@ -54,11 +55,13 @@ class Plan:
     Attributes:
         shards: the tensors of each file, in their order.
         untied: names that are one tensor in the base, and several in the merged model.
+        settings: of the base's configuration that give the merged model biases which the base has not.
         rounding: of each folded weight, the share of its change that was lost; filled while the files are written.
     """
 
     shards: dict[str, list[Wanted]]
     untied: tuple[str, ...]
+    settings: Mapping[str, bool] = field(default_factory=dict[str, bool])
     rounding: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -160,6 +163,7 @@ class _Planner:
         self.group = {name: names for names in tied_groups(skeleton) for name in names}
         self.parted = _parted(skeleton, self.group, changes.deltas)
         self._refuse_unreachable()
+        self.biases = _new_biases(skeleton, changes.deltas)
 
     def _refuse_unreachable(self) -> None:
         """Raises for a change of a tensor that is not in the files as it is in the model."""
@@ -183,7 +187,22 @@ class _Planner:
             tie = next(n for n in self.group[name] if n in self.stored)
             file = self.stored[tie].file.name
             files[file].append(self._changed(name, name, self.stored[tie]))
-        return Plan(files, tuple(self.parted), self.rounding)
+        for name, deltas in self.biases.values.items():
+            weight = self.stored[name.removesuffix("bias") + "weight"]
+            files[weight.file.name].append(self._new_bias(name, weight, deltas))
+        return Plan(files, tuple(self.parted), self.biases.settings, self.rounding)
+
+    def _new_bias(self, name: str, weight: Stored, deltas: Sequence[Delta]) -> Wanted:
+        """A bias that the base has not, beside its weight and in that one's format."""
+        dtype = self._dtype(weight)
+        size = _rows(weight, turned=bool(deltas) and deltas[0].transposed)
+
+        def value() -> Tensor:
+            made = fold_bias(None, deltas, DTYPES[dtype])
+            return torch.zeros(size, dtype=DTYPES[dtype]) if made is None else made
+
+        key = weight.name.removesuffix("weight") + "bias"
+        return Wanted(key, dtype, (size,), value)
 
     def _of_base(self, stored: Stored) -> Wanted:
         """What stands in the place of one of the base's tensors."""
@@ -230,6 +249,48 @@ class _Planner:
         return (
             stored.dtype if self.dtype is None or stored.dtype not in DTYPES else NAMES[self.dtype]
         )
+
+
+@dataclass(frozen=True)
+class _NewBiases:
+    """Biases that the merged model has and the base has not.
+
+    Attributes:
+        settings: see `Plan`.
+        values: the children that make each, by the bias's name; none make zero.
+    """
+
+    settings: Mapping[str, bool]
+    values: Mapping[str, Sequence[Delta]]
+
+
+def _new_biases(skeleton: Any, deltas: Mapping[str, Sequence[Delta]]) -> _NewBiases:
+    """What the children add to maps that have no bias.
+
+    Raises:
+        AdapterError: the model has no setting that gives these maps one.
+    """
+    found = {
+        f"{target}.bias": each
+        for target, each in deltas.items()
+        if getattr(skeleton.get_submodule(target), "bias", None) is None
+        and fold_bias(None, each, torch.float32) is not None
+    }
+    try:
+        made = settings_for(skeleton, found)
+    except TechniqueError as error:
+        raise AdapterError(
+            f"the adapter cannot be merged: {error.what}",
+            got=error.got,
+            wanted=error.wanted,
+            cure=error.cure,
+        ) from None
+    return _NewBiases(made.settings, {**found, **dict.fromkeys(made.zero, ())})
+
+
+def _rows(weight: Stored, *, turned: bool) -> int:
+    """The number of outputs of a map."""
+    return weight.shape[1] if turned else weight.shape[0]
 
 
 def _parted(

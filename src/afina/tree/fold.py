@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.errors import TechniqueError
+from afina.tree.biases import settings_for, text_config
 from afina.tree.technique import Delta, exact_products
 
 
@@ -112,6 +113,7 @@ class Folds:
         self._places: list[tuple[nn.Module, str, nn.Parameter | None, nn.Parameter]] = []
         self._shared = ""
         self._retie: Callable[[], None] | None = None
+        added: list[str] = []
         every, shared = by_module(deltas), dict[int, nn.Parameter]()
         for target, parts in every.items():
             module, name = model.get_submodule(target), f"{target}.weight"
@@ -129,7 +131,21 @@ class Folds:
             new_bias = fold_bias(bias, parts, weight.dtype if bias is None else bias.dtype)
             if new_bias is not None:
                 self._replace(module, "bias", new_bias, bias)
+                added += [f"{target}.bias"] if bias is None else []
+        self._settings = self._with_biases(added)
         self.put_in()
+
+    def _with_biases(self, added: Sequence[str]) -> Mapping[str, bool]:
+        """Settings of the configuration with which the model has these biases; the others that they bring are zero."""
+        if not hasattr(self._model, "config"):
+            return {}
+        found = settings_for(self._model, added)
+        for name in found.zero:
+            module = self._model.get_submodule(name.rpartition(".")[0])
+            weight = module.get_parameter("weight")
+            zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
+            self._replace(module, "bias", zeros, None)
+        return found.settings
 
     def _replace(
         self, module: nn.Module, name: str, folded: Tensor, old: nn.Parameter | None
@@ -145,11 +161,18 @@ class Folds:
             self._retie = untie(self._model)
         for module, name, _, folded in self._places:
             setattr(module, name, folded)
+        self._configure(on=True)
+
+    def _configure(self, *, on: bool) -> None:
+        model: Any = self._model
+        for name in self._settings:
+            setattr(text_config(model.config), name, on)
 
     def take_out(self) -> None:
         """The originals take theirs."""
         for module, name, original, _ in self._places:
             setattr(module, name, original)
+        self._configure(on=False)
         if self._retie is not None:
             self._retie()
             self._retie = None
