@@ -298,7 +298,7 @@ def head(model: nn.Module) -> HeadSite:
     if output is None:
         # A classifier: the last linear outside the blocks, as `score` or `classifier`.
         sites = [s for s in map_sites(model) if s.block is None and s.kind == "linear"]
-        if not sites or not hasattr(model, "num_labels") or not _classifies(model):
+        if not sites or not hasattr(model, "num_labels") or not classifies(model):
             return HeadSite(None, None, tied=False)
         return HeadSite(sites[-1].name, sites[-1].module, tied=False)
     name = next(n for n, m in model.named_modules() if m is output)
@@ -306,8 +306,24 @@ def head(model: nn.Module) -> HeadSite:
     return HeadSite(name, output, tied=output.get_parameter("weight") is shared)
 
 
-def _classifies(model: nn.Module) -> bool:
-    return "Classification" in type(model).__name__
+def classifies(model: nn.Module) -> Literal["rows", "tokens"] | None:
+    """What a classifier of text gives classes to; None for any other model."""
+    name = type(model).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "rows"
+    return "tokens" if name.endswith("ForTokenClassification") else None
+
+
+def task_head(model: nn.Module) -> list[str]:
+    """Names of the modules that a classifier has beside its trunk: those that a checkpoint of another task lacks."""
+    trunk = getattr(model, "base_model", None)
+    if classifies(model) is None or trunk is model:
+        return []
+    return [
+        name
+        for name, child in model.named_children()
+        if child is not trunk and next(child.parameters(), None) is not None
+    ]
 
 
 def first_position(model: nn.Module) -> int:

@@ -30,6 +30,7 @@ class Row:
         prompt_tokens: how many leading tokens are prompt (what `generate` is given at evaluation).
         label: the class number, for classification data.
         meta: the original columns (messages, prompt, reference), for evaluation and reports.
+        tags: the class number of each token, IGNORE where it has none, for data that tags tokens.
     """
 
     tokens: tuple[int, ...]
@@ -39,10 +40,18 @@ class Row:
     prompt_tokens: int = 0
     label: int | None = None
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    tags: tuple[int, ...] | None = None
 
     @property
     def trained_tokens(self) -> int:
-        """Labels that count in the loss: the first token has nothing before it to be predicted from."""
+        """Labels that count in the loss.
+
+        A row's class is one, a token's class each one. Of tokens to predict the first has nothing before it.
+        """
+        if self.label is not None:
+            return 1
+        if self.tags is not None:
+            return sum(tag != IGNORE for tag in self.tags)
         return sum(self.trained[1:])
 
 

@@ -40,7 +40,9 @@ def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
 
 
 def targets_of(row: Row) -> list[int]:
-    """For each token of a row the id it must predict, or IGNORE: the next token if that is a label."""
+    """For each token of a row the id it must predict, or IGNORE: its class, or the next token if that is a label."""
+    if row.tags is not None:
+        return list(row.tags)
     following = zip(row.tokens[1:], row.trained[1:], strict=True)
     return [id if label else IGNORE for id, label in following] + [IGNORE]
 

@@ -68,7 +68,7 @@ def trained_logits(
     A packed batch must be run inside `packing(model, True)`; others take the model's own attention and a mask.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, or a classifier of tokens.
         batch: one micro-batch on the model's device.
         step: number of the optimiser step.
         seed: of this micro-batch.
@@ -79,6 +79,9 @@ def trained_logits(
     """
     inputs = _inputs(batch, step, seed)
     places_BT, targets = trained_places(batch)
+    if seams.classifies(model) is not None:
+        logits_BTC: Tensor = model(**inputs).logits
+        return logits_BTC[places_BT], targets
     # The head runs on the columns where some row is trained: for a packed line, on trained positions alone.
     columns = places_BT.any(dim=0).nonzero()[:, 0]
     logits_BCV = getattr(model(**inputs, logits_to_keep=columns), "logits", None)
@@ -99,8 +102,10 @@ def trained_losses(
 ) -> Tensor:
     """Minus the log-probability of what each trained position must predict (N,), in fp32 or wider.
 
+    Of rows with classes each row's own (B,).
+
     Args:
-        model: a causal language model.
+        model: a causal language model, or a classifier.
         batch: as for `trained_logits`.
         head: of this model, from `head_of`: its logits are then never all in memory; None makes them.
         step: number of the optimiser step.
@@ -109,6 +114,9 @@ def trained_losses(
     Returns:
         One loss for each of the targets of `trained_logits`, in the same order.
     """
+    if batch.labels_B is not None:
+        logits_BC: Tensor = model(**_inputs(batch, step, seed)).logits
+        return token_losses(logits_BC, batch.labels_B)
     if head is None:
         return token_losses(*trained_logits(model, batch, step=step, seed=seed))
     hidden_BTD = head.trunk(**_inputs(batch, step, seed)).last_hidden_state

@@ -63,6 +63,8 @@ def head_of(model: nn.Module) -> Head | None:
     speaker: Any = model
     site = seams.head(model)
     trunk = getattr(model, "base_model", None)
+    if seams.classifies(model) is not None:
+        return None  # what lies between trunk and classifier (pooling, dropout) is the model's own
     if site.module is None or trunk is None or trunk is model or not _is_plain(site.module):
         return None
     # Whoever set a hook on the whole model waits for it to be called.

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class Beside(Technique):
-    """A method beside which whole modules of the base can be trained."""
+    """A method beside which whole modules of the base can be trained; a classifier's head always is."""
 
     modules_to_save: tuple[str, ...] = Field(
         default=(), description="patterns of whole modules trained beside, such as lm_head"
@@ -25,7 +25,9 @@ class Beside(Technique):
     def train_whole(self, edit: Edit, *, undoable: bool) -> None:
         """Lets the modules that `modules_to_save` names train where they are."""
         for name in self.whole_modules(edit.model):
-            edit.train_in_place(name, self, undoable=undoable)
+            # Of several methods in one run the first trains what they have in common.
+            if not edit.model.get_parameter(name).requires_grad:
+                edit.train_in_place(name, self, undoable=undoable)
 
     def whole_modules(self, model: nn.Module) -> list[str]:
         """Names of the base tensors that `modules_to_save` trains, each tied tensor once, under its own name."""
@@ -35,9 +37,9 @@ class Beside(Technique):
         return [name for name, p in model.named_parameters() if id(p) in wanted]
 
     def _whole(self, model: nn.Module) -> list[str]:
-        return match(
-            seams.holders(model), self.modules_to_save, setting=f"{self.key}.modules_to_save"
-        )
+        setting = f"{self.key}.modules_to_save"
+        named = match(seams.holders(model), self.modules_to_save, setting=setting)
+        return list(dict.fromkeys([*named, *seams.task_head(model)]))
 
 
 class OnMaps(Beside):
