@@ -12,10 +12,12 @@ from afina.adapters import files
 from afina.adapters.contents import is_adapter
 from afina.errors import TechniqueError
 from afina.table import CLASHES, TECHNIQUES, apply
+from afina.techniques.quantize import Quantize
 from afina.tree import Technique
 from tests import battery
 
-SMALL: dict[str, Technique] = {
+PACKED = Quantize(block=8)
+SMALL: dict[str, Technique] = {"quantize": PACKED} | {
     case.technique.key: case.technique for case in reversed(battery.CASES) if case.model == "llama"
 }
 """A value of each technique: that of its first row in the battery."""
@@ -47,6 +49,9 @@ def test_a_pair_composes(pair: tuple[str, str], tmp_path: Path) -> None:
     if is_adapter(edit):
         files.save(edit, tmp_path / "adapter", base="tiny")
         other = battery.build("llama")
+        if PACKED in techniques:
+            apply(other, [PACKED])
+        answer = battery.logits(other)
         loaded = files.load(other, tmp_path / "adapter")
         assert torch.equal(battery.logits(other), changed)
         loaded.undo()

@@ -74,6 +74,10 @@ def test_an_option_that_does_not_exist_is_seen() -> None:
     assert unknown_options("afina train MODEL DATA [-o RUN | --colour]") == ["--colour"]
 
 
+NEEDS = {"train.step_in_backward=true": ("train.clip=null",)}
+"""Settings that the text names with others that they need."""
+
+
 def test_settings_that_are_named_exist() -> None:
     text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
     named = {shlex.split(each)[0] for each in re.findall(r"--set ('[^']+'|[\w.]+=[^\s`\]]+)", text)}
@@ -88,7 +92,7 @@ def test_settings_that_are_named_exist() -> None:
             techniques=TECHNIQUES,
             data_settings=DataSettings,
             flags={"model": "MODEL", "data.source": "DATA"},
-            sets=[each],
+            sets=[each, *NEEDS.get(each, ())],
         )
 
 

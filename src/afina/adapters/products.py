@@ -233,13 +233,13 @@ def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product
     a_RI, b_OR = parts[ends[0]], parts[ends[1]]
     if a_RI.dim() != 2 or b_OR.dim() != 2 or a_RI.shape[0] != b_OR.shape[1]:
         raise AdapterError(
-            "A and B of one place do not fit each other",
+            "the factors of one place do not fit each other",
             got=f"{folder}: {name}, A {tuple(a_RI.shape)}, B {tuple(b_OR.shape)}",
             wanted="A (r, in) and B (out, r)",
         )
     rank = a_RI.shape[0]
     if rank == 0:
-        raise AdapterError("A and B of one place are empty", got=f"{folder}: {name}")
+        raise AdapterError("the factors of one place are empty", got=f"{folder}: {name}")
     if ends == VALUES:
         alpha, first = (_number(config.get(key), key, folder) for key in ("lora_alpha", "init_r"))
         return Product(b_OR, a_RI * parts[VALUES[2]], alpha / (first + RANK_SHIFT))

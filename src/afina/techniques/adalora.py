@@ -172,7 +172,7 @@ def _refuse_unfit(sites: list[seams.MapSite], ranks: Mapping[str, int]) -> None:
     for site in sites:
         if site.kind == "embedding":
             raise TechniqueError(
-                "AdaLoRA acts on linears, and this is an embedding",
+                "adalora acts on linears, and this is an embedding",
                 got=site.name,
                 cure="leave it out of adalora.target; lora and trainable_tokens change embeddings",
             )
