@@ -124,6 +124,17 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
         "target": ("q_proj",), "feedforward": ("o_proj",), "exclude": ("k_proj",), "layers": "0",
         "modules_to_save": ("lm_head",),
     },
+    "prefix": {
+        "tokens": 3, "start": "zero", "text": "cd", "text_ids": (1, 2), "projection": True, "hidden": 5,
+        "modules_to_save": ("lm_head",),
+    },
+    "prompt": {
+        "tokens": 3, "start": "random", "text": "cd", "text_ids": (1, 2), "modules_to_save": ("lm_head",),
+    },
+    "p_tuning": {
+        "tokens": 3, "network": "lstm", "hidden": 5, "lstm_layers": 3, "dropout": 0.5,
+        "modules_to_save": ("lm_head",),
+    },
     "full": {"layers": "0", "target": ("q_proj",), "exclude": ("q_proj",)},
     "quantize": {
         "kind": "int8", "block": 32, "double_quant": False, "compute_dtype": "bf16", "target": ("q_proj",),
@@ -132,13 +143,27 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+A_TEXT = {"start": "text", "text": "ab"}
+ALONG: dict[tuple[str, str], dict[str, Any]] = {
+    ("prefix", "text"): A_TEXT, ("prefix", "text_ids"): A_TEXT, ("prefix", "hidden"): {"projection": True},
+    ("prompt", "text"): A_TEXT, ("prompt", "text_ids"): A_TEXT,
+    ("p_tuning", "lstm_layers"): {"network": "lstm"}, ("p_tuning", "dropout"): {"network": "lstm"},
+}  # fmt: skip
+"""What must be set for a setting to have a meaning."""
+
+
+def letters(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    """A tokenizer of one token a letter."""
+    return {"input_ids": [ord(letter) % 40 for letter in text]}
+
+
 def trained(kind: type[Any], /, **settings: Any) -> Any:
     """What a technique makes of a model: names, shapes, learning rates, and the gradient of a first step."""
     model = battery.build("llama")
     beside = {"rank": 4} if "rank" in kind.model_fields else {}
     # Of what trains nothing itself, what trains beside it shows the difference.
     others = [LoRA(rank=2)] if kind is Quantize else []
-    edit = apply(model, [kind(**(beside | settings)), *others])
+    edit = apply(model, [kind(**(beside | settings)), *others], tokenizer=letters)
     torch.manual_seed(0)
     model.train()
     model(torch.arange(6)[None]).logits.square().sum().backward()
@@ -153,8 +178,9 @@ def trained(kind: type[Any], /, **settings: Any) -> Any:
     ("key", "name"), [(key, name) for key in TECHNIQUE for name in TECHNIQUE[key]]
 )
 def test_a_setting_of_a_technique_changes_what_trains(key: str, name: str) -> None:
-    value = TECHNIQUE[key][name]
-    assert trained(TECHNIQUES[key]) != trained(TECHNIQUES[key], **{name: value})
+    along = ALONG.get((key, name), {})
+    changed = {**along, name: TECHNIQUE[key][name]}
+    assert trained(TECHNIQUES[key], **along) != trained(TECHNIQUES[key], **changed)
 
 
 def test_no_setting_of_a_technique_is_left_out() -> None:

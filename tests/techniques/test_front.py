@@ -33,7 +33,7 @@ from afina.table import apply
 from afina.techniques.lora import LoRA
 from afina.techniques.p_tuning import PTuning
 from afina.techniques.prefix import PrefixDelta, PrefixTuning, flat, form_of, unflat
-from afina.techniques.prompt import PromptTuning
+from afina.techniques.prompt import PromptDelta, PromptTuning
 from afina.train.metrics import read_metrics
 from afina.train.passes import Passes
 from afina.tree import Technique, front_of
@@ -243,6 +243,7 @@ def test_a_text_needs_a_tokenizer_or_its_tokens() -> None:
     model = tiny_llama()
     edit = afina.apply(model, [technique], tokenizer=tokenizer)
     (delta,) = edit.deltas.values()
+    assert isinstance(delta, PromptDelta)
     ids = tokenizer("ab")["input_ids"] * 2
     assert torch.equal(delta.weight, model.model.embed_tokens.weight[torch.tensor(ids)])
     with pytest.raises(TechniqueError, match="has no tokens"):
@@ -265,6 +266,7 @@ def test_a_random_prompt_has_the_spread_of_the_embedding() -> None:
     model = tiny_llama()
     edit = apply(model, [PromptTuning(tokens=200, start="random")])
     (delta,) = edit.deltas.values()
+    assert isinstance(delta, PromptDelta)
     spread = model.model.embed_tokens.weight.std()
     assert abs(delta.weight.std() - spread) < 0.05 * spread
     assert not (delta.weight[:, None] == model.model.embed_tokens.weight).all(-1).any()

@@ -23,7 +23,7 @@ from afina import seams
 from afina.adapters.checking import LACKS, NO_PLACE, Problem
 from afina.adapters.kinds import Allowed, Config, Found, Kind, Part
 from afina.errors import AdapterError
-from afina.techniques.front import InFront
+from afina.techniques.front import BeforeRows
 from afina.techniques.p_tuning import PTuning, PTuningDelta
 from afina.techniques.prefix import PrefixDelta, PrefixTuning, form_of
 from afina.techniques.prompt import PromptDelta, PromptTuning
@@ -63,7 +63,7 @@ def read_front(
     config: Config,
     tensors: Mapping[str, Tensor],
     width: int,
-    made: Callable[[int, tuple[str, ...]], InFront],
+    made: Callable[[int, tuple[str, ...]], BeforeRows],
 ) -> Found:
     """What a file of such a method holds.
 

@@ -29,13 +29,13 @@ from afina.techniques.maps import Beside
 from afina.tree import Delta, seed_of
 
 
-class InFront(Beside):
+class BeforeRows(Beside):
     """A method that puts places in front of every row."""
 
     tokens: int = Field(default=20, ge=1, description="n, places in front of every row")
 
 
-class FromText(InFront):
+class FromText(BeforeRows):
     """One that can start from tokens: drawn ones, or those of a text."""
 
     text: str | None = Field(default=None, description="the text to start from")

@@ -21,13 +21,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from afina import seams
-from afina.techniques.front import FrontDelta, InFront, start_network, trunk_of
+from afina.techniques.front import BeforeRows, FrontDelta, start_network, trunk_of
 from afina.tree import Edit, Side, seed_of
 
 Network = Literal["mlp", "lstm", "none"]
 
 
-class PTuning(InFront):
+class PTuning(BeforeRows):
     """Vectors in front of every row, made by a small network."""
 
     key: ClassVar[str] = "p_tuning"
