@@ -25,16 +25,18 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from afina import seams
-from afina.errors import counted
+from afina.errors import TechniqueError, counted
 from afina.ops.lowrank import low_rank_add
+from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, ExpertSite, expert_sites
 from afina.techniques.maps import OnMaps, per_site, refuse_large_ranks
-from afina.tree import Delta, Edit, Side, seed_of
+from afina.tree import Delta, Edit, Side, matches, seed_of
 
 
 class LoRA(OnMaps):
     """Low-rank changes beside frozen linears, `Conv1D`s and embeddings.
 
-    Each pattern is a module's name, its last part (`q_proj`), or a glob; it must match something.
+    Each pattern is a module's name, its last part (`q_proj`), or a glob; it must match something. The preset `experts`,
+    or the name of such a tensor (`down_proj`), reaches the fused experts of a mixture: a low-rank path for each.
     """
 
     key: ClassVar[str] = "lora"
@@ -76,8 +78,9 @@ class LoRA(OnMaps):
         Raises:
             TechniqueError: when a pattern matches nothing, or a rank exceeds its map.
         """
+        experts = self.expert_sites(model)
         sites = self.sites(model)
-        names = [site.name for site in sites]
+        names = [site.name for site in (*sites, *experts)]
         ranks = per_site(names, self.rank_pattern, self.rank, f"{self.key}.rank_pattern")
         alphas = per_site(names, self.alpha_pattern, self.alpha, f"{self.key}.alpha_pattern")
         refuse_large_ranks(self.key, sites, ranks)
@@ -86,14 +89,63 @@ class LoRA(OnMaps):
                 rank = ranks[site.name]
                 scaling = self.scale(alphas[site.name], rank)
                 edit.attach(site.name, self, self.delta(site, rank, scaling))
+            for module in dict.fromkeys(site.module for site in experts):
+                paths = {
+                    site.projection: ExpertPath(
+                        site,
+                        ranks[site.name],
+                        self.scale(alphas[site.name], ranks[site.name]),
+                        self.dropout,
+                    )
+                    for site in experts
+                    if site.module == module
+                }
+                edit.attach(module, self, ExpertsDelta(paths))
             self.train_whole(edit, undoable=undoable)
-        experts = seams.expert_modules(model)
-        if experts and "all-linear" in self.target:
+        frozen = seams.expert_modules(model)
+        if frozen and not experts and "all-linear" in self.target:
             edit.warnings.append(
-                f"{counted(len(experts), 'group')} of fused experts ({experts[0]}, …) stay frozen: they are tensors "
-                "and not linears, which LoRA does not reach yet"
+                f"{counted(len(frozen), 'group')} of fused experts ({frozen[0]}, …) stay frozen: all-linear is the "
+                f"linears; add 'experts' to {self.key}.target to train a low-rank path beside each expert"
             )
         return edit
+
+    def sites(self, model: nn.Module) -> list[seams.MapSite]:
+        """The maps that this value changes; none where it names experts alone."""
+        maps = [site.name for site in seams.map_sites(model)]
+        names = [site.name for site in expert_sites(model)]
+        mine = {
+            field: tuple(p for p in getattr(self, field) if not _of_experts(p, names, maps))
+            for field in ("target", "exclude")
+        }
+        if not mine["target"]:
+            return []
+        return OnMaps.sites(self.model_copy(update=mine), model)
+
+    def expert_sites(self, model: nn.Module) -> list[ExpertSite]:
+        """The experts' projections that this value changes.
+
+        Raises:
+            TechniqueError: it asks for experts, and there are none that can be reached.
+        """
+        every = expert_sites(model)
+        if EXPERTS in self.target and not every:
+            fused = seams.expert_modules(model)
+            raise TechniqueError(
+                f"{self.key}.target: the preset 'experts' found no fused experts",
+                got=f"{fused[0]}, which does not go through Transformers' ExpertsInterface"
+                if fused
+                else type(model).__name__,
+                cure=f"leave 'experts' out of {self.key}.target",
+            )
+        layers = seams.chosen_layers(model, self.layers, setting=f"{self.key}.layers")
+        return [
+            site
+            for site in every
+            if (EXPERTS in self.target or any(matches(site.name, p) for p in self.target))
+            and not any(matches(site.name, p) for p in self.exclude)
+            and site.block in {*layers, None}
+        ]
 
     def delta(self, site: seams.MapSite, rank: int, scaling: float) -> LoRADelta:
         """What is attached at one map."""
@@ -101,7 +153,19 @@ class LoRA(OnMaps):
 
     def lr_scale(self, name: str) -> float:
         """LoRA+: B learns `loraplus_ratio` times as fast as A."""
-        return self.loraplus_ratio if self.loraplus_ratio and name.endswith(f".{self.key}.b") else 1.0
+        ups = name.endswith(".b") and f".{self.key}." in name
+        return self.loraplus_ratio if self.loraplus_ratio and ups else 1.0
+
+
+EXPERTS = "experts"
+"""The preset of all fused experts."""
+
+
+def _of_experts(pattern: str, experts: list[str], maps: list[str]) -> bool:
+    """Whether a pattern is about experts and about no map."""
+    if pattern == EXPERTS:
+        return True
+    return any(matches(n, pattern) for n in experts) and not any(matches(n, pattern) for n in maps)
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------

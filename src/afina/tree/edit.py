@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from afina.counts import format_counts, parameter_counts
 from afina.errors import TechniqueError
 from afina.tree.fold import Folds
-from afina.tree.technique import Delta, Technique
+from afina.tree.technique import Delta, Removable, Technique
 from afina.tree.timing import Seams
 
 
@@ -343,7 +342,7 @@ class _Attached:
 
     def __init__(self, module: nn.Module, key: str) -> None:
         self.module, self.key = module, key
-        self._handles: list[RemovableHandle] = []
+        self._handles: Sequence[Removable] = ()
 
     def hook(self) -> None:
         """The child acts."""
@@ -355,7 +354,7 @@ class _Attached:
         """The child acts no more."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles = ()
 
 
 def freeze(model: nn.Module) -> Callable[[], None]:

@@ -118,6 +118,9 @@ class Folds:
         for target, parts in every.items():
             module, name = model.get_submodule(target), f"{target}.weight"
             refuse_unfoldable(parts, target)
+            if any("weight" not in part.weights() for part in parts):
+                self._fold_named(target, parts)
+                continue
             weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
             names = names_of(model, weight)
             tied = len(names) > 1 and stays_tied(names, every)
@@ -146,6 +149,15 @@ class Folds:
             zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
             self._replace(module, "bias", zeros, None)
         return found.settings
+
+    def _fold_named(self, target: str, parts: Sequence[Delta]) -> None:
+        """Of a module that is no map, such as fused experts: each tensor that is changed, by its own name."""
+        module = self._model.get_submodule(target)
+        for own in sorted({own for part in parts for own in part.weights()}):
+            weight, name = module.get_parameter(own), f"{target}.{own}"
+            mine = [part.weights()[own] for part in parts if own in part.weights()]
+            folded, self.rounding[name] = fold(weight, mine, name=name)
+            self._replace(module, own, folded, weight)
 
     def _replace(
         self, module: nn.Module, name: str, folded: Tensor, old: nn.Parameter | None

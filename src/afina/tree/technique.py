@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from afina.errors import TechniqueError
 from afina.problems import Frozen
@@ -20,6 +19,13 @@ if TYPE_CHECKING:
     from afina.tree.edit import Edit
 
 Side = Literal["in", "out", "none"]
+
+
+class Removable(Protocol):
+    """What makes a child act, until it is removed: torch's handle of a hook, for one."""
+
+    def remove(self) -> None:
+        """The child acts no more."""
 
 
 class Delta(nn.Module, ABC):
@@ -59,12 +65,16 @@ class Delta(nn.Module, ABC):
     def reset(self, seed: int) -> None:
         """Gives the parameters their starting values; equal seeds give equal values on any machine."""
 
-    def hooks(self, module: nn.Module, key: str) -> list[RemovableHandle]:
+    def hooks(self, module: nn.Module, key: str) -> Sequence[Removable]:
         """Makes the child `key` of `module`, which this is, act. For one that acts otherwise than at a map."""
-        found = [module.register_forward_hook(_After(key))]
+        found: list[Removable] = [module.register_forward_hook(_After(key))]
         if self.acts_on_input:
             found.append(module.register_forward_pre_hook(_Before(key)))
         return found
+
+    def weights(self) -> Mapping[str, Delta]:
+        """The module's own tensors that are folded into, each with the child that changes it."""
+        return {"weight": self}
 
     def weight_delta(self) -> Tensor:
         """What is added to the base's weight, as (out, in), in fp32 or wider, in memory of its own.
