@@ -27,6 +27,7 @@ from afina.reports.checked import Checked
 from afina.reports.idle import idle
 from afina.reports.trial import Trial
 from afina.train import plan
+from afina.train.classes import options_for
 from afina.train.fit import refuse_kinds, refuse_rows, refuse_unfit
 from afina.train.options import RunOptions, options_of
 from afina.train.preflight import Finding, cheap, of_error, skipped, subject_of
@@ -113,6 +114,8 @@ class Case:
 
     def look(self, data: Any, val: Any) -> Checked:
         """Every point, in the order in which a run meets them."""
+        if self.model is not None:
+            self.options = options_for(self.model, self.options)
         found = [*self._fit(), *self._output()]
         rows, val_rows, reports, failed = self._read(data, val)
         if failed is not None:
@@ -211,7 +214,7 @@ class Case:
         )
         found = cheap(subject)
         try:
-            refuse_rows(rows, val_rows)
+            refuse_rows(self.model, rows, val_rows)
         except AfinaError as error:
             found[0] = of_error("labels", error)
         return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from afina import seams
 from afina.config import TrainSettings
 from afina.errors import ConfigError, DataError, ModelError, RunError, TechniqueError
 from afina.models.precision import DTYPES
@@ -15,6 +16,7 @@ from afina.models.prompts import check_pair
 from afina.optim import optimisers
 from afina.seams import require_model
 from afina.train import ways
+from afina.train.classes import refuse_unfit_classifier, refuse_unlike
 from afina.tree import Edit
 from afina.types import Row
 
@@ -50,18 +52,20 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
     """Raises when this model cannot be trained here, or nothing would train.
 
     Raises:
-        ModelError: for anything but a decoder that predicts the next token.
+        ModelError: for anything but a decoder that predicts the next token, or a classifier.
         RunError: for an edit of another model, an undone or merged one, or one without trainable tensors.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if type(model).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if seams.classifies(model) is not None:
+        refuse_unfit_classifier(model, edit)
+    elif type(model).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ModelError(
-            "only causal language models can be trained so far",
+            "only causal language models and classifiers can be trained",
             got=type(model).__name__,
-            wanted="a model that predicts the next token, such as LlamaForCausalLM",
-            cure="choose a decoder with its language-model head, such as the demo model smollm2-135m "
-            "(in Python load it with afina.load)",
+            wanted="a model that predicts the next token, such as LlamaForCausalLM, or a class",
+            cure="choose a decoder with its language-model head, such as the demo model smollm2-135m; or train an "
+            "encoder on rows of text and label (in Python afina.load(NAME, labels=[...]) gives it the head)",
         )
     if edit.model is not model:
         raise RunError(
@@ -105,21 +109,14 @@ def refuse_other_place(edit: Edit, settings: TrainSettings) -> None:
             )
 
 
-def refuse_rows(rows: Sequence[Row], val_rows: Sequence[Row]) -> None:
-    """Raises when the rows cannot train, or cannot score, a model that predicts the next token.
+def refuse_rows(model: nn.Module, rows: Sequence[Row], val_rows: Sequence[Row]) -> None:
+    """Raises when the rows cannot train, or cannot score, this model.
 
     Raises:
-        DataError: no rows, rows with a class instead of an answer, or not one trained token among them.
+        DataError: no rows, rows of another kind than the model is for, or not one trained token among them.
     """
     for name, part in (("training", rows), ("validation", val_rows)):
-        if any(row.label is not None for row in part):
-            raise DataError(
-                f"the {name} rows have a class, and training a classifier is not possible yet",
-                wanted="rows with an answer",
-                cure="read the class as the answer: --set data.format=prompt_completion "
-                "--set data.columns.prompt=text --set data.columns.completion=label (in Python DataSettings("
-                "format='prompt_completion', columns={'prompt': 'text', 'completion': 'label'}))",
-            )
+        refuse_unlike(model, part, name)
         if part and not any(row.trained_tokens for row in part):
             raise DataError(f"not one token of the {name} rows would be trained")
     if not rows:

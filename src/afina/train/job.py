@@ -32,6 +32,7 @@ from afina.train import (
     validate,
 )
 from afina.train.checkpoint import Contents
+from afina.train.classes import PADDED, options_for
 from afina.train.entering import Entering
 from afina.train.fit import refuse_idle_settings, refuse_rows
 from afina.train.keeper import Keeper
@@ -80,6 +81,10 @@ class Job:
         """From the data to the finished folder."""
         say = self.options.reporter or reporter()
         folder.refuse_busy(self.out)
+        given = self.options.data_settings.packing
+        self.options = options_for(self.model, self.options)
+        if given and not self.options.data_settings.packing:
+            say.say(PADDED)
         rows, val_rows, reports = read_rows(
             self.model, self.tokenizer, data, val, self.options.data_settings
         )
@@ -88,7 +93,7 @@ class Job:
         if val is None and val_rows:
             held = counted(len(val_rows), "row")
             say.say(f"held out for validation, by content: {held}; {len(rows)} to train on")
-        refuse_rows(rows, val_rows)
+        refuse_rows(self.model, rows, val_rows)
         refuse_idle_settings(self.settings, bool(val_rows), self.options.scores(val_rows))
         sources, formats = [data] if val is None else [data, val], [one.format for one in reports]
         refuse_idle_data(sources, self.options.data_settings, formats)

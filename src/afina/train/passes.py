@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from afina import seams
 from afina.data.packing import collate, pack
 from afina.data.prefix import collate_shared, pack_shared, unique_tokens
 from afina.data.settings import DataSettings
@@ -134,6 +135,11 @@ def passes_of(
         else None
     )
     shared = settings.packing and settings.share_prefixes and reason is None
+    if seams.classifies(model) is not None:
+        # A decoder finds a row's last token by the id that its own config calls padding.
+        speaker: Any = model
+        own = speaker.config.get_text_config().pad_token_id
+        pad_id = pad_id if own is None else own
     return Passes(model, settings.packing, shared, pad_id, head_of(model)), reason
 
 

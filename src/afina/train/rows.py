@@ -8,15 +8,26 @@ from typing import Any
 
 from torch import nn
 
+from afina import seams
 from afina.data.dataset import prepare
 from afina.data.report import DataReport
 from afina.data.settings import DataSettings, Role
 from afina.data.split import split
 from afina.errors import ConfigError, DataError, ModelError
+from afina.models.classes import name_classes
 from afina.models.forward import context_of
 from afina.models.stops import stop_ids
 from afina.models.tokenizer import refuse_outside
+from afina.train.classes import known
 from afina.types import Row
+
+
+def _name(model: Any, report: DataReport) -> None:
+    """Gives the classes of a classifier that has a head for so many, and no names, those of the rows."""
+    fresh = seams.classifies(model) is not None and known(model) is None
+    if fresh and report.labels and len(report.labels) <= model.config.num_labels:
+        spare = range(len(report.labels), model.config.num_labels)
+        name_classes(model.config, [*report.labels, *(f"unused {n}" for n in spare)])
 
 
 def are_rows(source: Any) -> bool:
@@ -61,8 +72,10 @@ def read_rows(
             settings,
             role=role,
             max_tokens=context_of(model),
+            labels=known(model),
             stop_ids=stop_ids(model, tokenizer),
         )
+        _name(model, found.report)
         reports.append(found.report)
         refuse_outside(model, tokenizer, found.rows)
         return found.rows
