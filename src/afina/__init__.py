@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from afina.techniques.adalora import AdaLoRA
     from afina.techniques.bitfit import BitFit
     from afina.techniques.bottleneck import Bottleneck
+    from afina.techniques.dora import DoRA
     from afina.techniques.full import Full
     from afina.techniques.ia3 import IA3
     from afina.techniques.lora import LoRA
@@ -48,6 +49,7 @@ _HOMES = {
     "Bottleneck": "afina.techniques.bottleneck",
     "CombineSettings": "afina.adapters.combine",
     "DataSettings": "afina.data.settings",
+    "DoRA": "afina.techniques.dora",
     "Edit": "afina.tree",
     "EvalSettings": "afina.config",
     "ExtractSettings": "afina.adapters.extract",
@@ -88,6 +90,7 @@ __all__ = [
     "Bottleneck",
     "CombineSettings",
     "DataSettings",
+    "DoRA",
     "Edit",
     "EvalSettings",
     "ExtractSettings",

@@ -16,6 +16,7 @@ from afina.seams import require_model
 from afina.techniques.adalora import AdaLoRA
 from afina.techniques.bitfit import BitFit
 from afina.techniques.bottleneck import Bottleneck
+from afina.techniques.dora import DoRA
 from afina.techniques.full import Full
 from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA
@@ -29,6 +30,7 @@ from afina.tree import Edit, Technique, freeze
 TECHNIQUES: dict[str, type[Technique]] = {
     "quantize": Quantize,
     "lora": LoRA,
+    "dora": DoRA,
     "adalora": AdaLoRA,
     "trainable_tokens": TrainableTokens,
     "prompt": PromptTuning,
@@ -45,6 +47,7 @@ ORDER: tuple[str, ...] = (
     "full",
     "trainable_tokens",
     "lora",
+    "dora",
     "adalora",
     "bitfit",
     "ia3",
@@ -72,6 +75,15 @@ CLASHES: dict[tuple[str, str], str] = {
         "bitfit",
     ): "full trains the biases too; to train some modules whole beside BitFit, set "
     "bitfit.modules_to_save",
+    ("full", "dora"): "a weight that trains itself needs no change of direction beside it; "
+    "to train some modules whole beside DoRA, set dora.modules_to_save",
+    ("lora", "dora"): "DoRA is LoRA with magnitudes: its direction is learnt by a LoRA of its own; "
+    "use one of them, and raise its rank",
+    (
+        "dora",
+        "adalora",
+    ): "each is a low-rank change of the same maps, and DoRA sets the length of the base's own rows; "
+    "use one of them",
     ("full", "ia3"): "a weight that trains itself needs no factors beside it; "
     "to train some modules whole beside IA3, set ia3.modules_to_save",
     ("prefix", "prompt"): "both want the places in front of a row; raise tokens of one of them",

@@ -28,7 +28,7 @@ from afina.adapters.names import entries
 from afina.adapters.own_bottleneck import BOTTLENECK
 from afina.adapters.peft_adalora import ADALORA
 from afina.adapters.peft_ia3 import IA3_KIND
-from afina.adapters.peft_lora import LORA
+from afina.adapters.peft_lora import DORA, DORA_NAME, LORA
 from afina.adapters.peft_prompt import P_TUNING, PREFIX_KIND, PROMPT
 from afina.adapters.peft_tokens import TOKENS
 from afina.adapters.placing import Placed, place
@@ -39,7 +39,7 @@ from afina.tree import Technique
 KINDS: Mapping[str, Kind] = {
     kind.peft_type: kind
     for kind in (LORA, ADALORA, TOKENS, IA3_KIND, BITFIT, PREFIX_KIND, PROMPT, P_TUNING, BOTTLENECK)
-}
+} | {DORA_NAME: DORA}
 """The techniques that PEFT's layout can hold, by PEFT's name."""
 
 IN_PART = (

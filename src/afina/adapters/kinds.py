@@ -101,6 +101,7 @@ class Kind:
         stored: all tensors of the file by their keys, for a part; None goes by `tensors`.
         fill: gives a part the values of such tensors; None copies each into the one of its key.
         read: (base, configuration, tensors) -> what they are; None goes by places.
+        variant: whether a configuration with this `peft_type` is of this kind, where several kinds share the word.
         exact: the file has all that a run needs of the tensors that train, to go on from.
     """
 
@@ -119,6 +120,7 @@ class Kind:
     stored: Callable[[Part], dict[str, Tensor]] | None = None
     fill: Callable[[Part, Mapping[str, Tensor]], None] | None = None
     read: Callable[[nn.Module, Config, Mapping[str, Tensor]], Found] | None = None
+    variant: Callable[[Config], bool] = lambda config: True
     exact: Callable[[Part], bool] = lambda part: True
 
 
@@ -143,7 +145,8 @@ def refuse_settings(config: Config, kinds: Mapping[str, Kind], where: object) ->
     Raises:
         AdapterError: naming every key that is missing, unknown, of a wrong type, or says a variant.
     """
-    kind = kinds.get(str(config.get("peft_type")))
+    named = [kind for kind in kinds.values() if kind.peft_type == config.get("peft_type")]
+    kind = next((kind for kind in named if kind.variant(config)), None)
     if kind is None:
         raise AdapterError(
             f"cannot load {where}",

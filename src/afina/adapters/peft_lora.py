@@ -3,6 +3,7 @@
 | what | ending of the key | shape |
 |---|---|---|
 | linear, `Conv1D` | `lora_A.weight`, `lora_B.weight` | (r, in), (out, r) |
+| DoRA's magnitudes | `lora_magnitude_vector` | (out,) |
 | embedding | `lora_embedding_A`, `lora_embedding_B` | (r, vocabulary), (width, r) |
 
 Source: the files that PEFT 0.21.2 writes, and how it reads `target_modules` and the patterns of its configuration.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.adapters.kinds import Allowed, Config, Kind, Part, Parts, Places, named
 from afina.errors import AdapterError, counted
+from afina.techniques.dora import DoRA, DoRADelta
 from afina.techniques.lora import LoRA, LoRADelta
 from afina.tree import Delta, matches
 
@@ -76,12 +79,14 @@ _ALLOWED = Allowed(
 )  # fmt: skip
 
 
+_MAGNITUDE = "lora_magnitude_vector"
+
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
 def _part(match: re.Match[str]) -> str:
     name = match["part"]
-    return name if "embedding" in name else f"{name}.weight"
+    return name if "embedding" in name or name == _MAGNITUDE else f"{name}.weight"
 
 
 def map_sites(model: nn.Module) -> dict[str, seams.MapSite]:
@@ -116,12 +121,27 @@ def _misfit(site: seams.MapSite, parts: Parts) -> dict[str, str]:
     ends = ("lora_embedding_A", "lora_embedding_B")
     if site.kind != "embedding":
         ends = ("lora_A.weight", "lora_B.weight")
-    wrong = {part: "not what LoRA has here" for part in parts if part not in ends}
-    wrong |= {part: "the file lacks it" for part in ends if part not in parts}
+    return _misfits(site, parts, ends, {})
+
+
+def _misfit_dora(site: seams.MapSite, parts: Parts) -> dict[str, str]:
+    """What is wrong with A, B and the magnitudes for one map."""
+    ends = ("lora_embedding_A", "lora_embedding_B")
+    if site.kind != "embedding":
+        ends = ("lora_A.weight", "lora_B.weight")
+    return _misfits(site, parts, ends, {_MAGNITUDE: (site.out_features,)})
+
+
+def _misfits(
+    site: seams.MapSite, parts: Parts, ends: tuple[str, str], more: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    wrong = {part: "not what LoRA has here" for part in parts if part not in (*ends, *more)}
+    wrong |= {part: "the file lacks it" for part in (*ends, *more) if part not in parts}
     if wrong:
         return wrong
     rank = _rank(parts)
-    wanted = dict(zip(ends, ((rank, site.in_features), (site.out_features, rank)), strict=True))
+    shapes = ((rank, site.in_features), (site.out_features, rank))
+    wanted = {**dict(zip(ends, shapes, strict=True)), **more}
     return {
         part: f"shape {tuple(parts[part].shape)}, the model wants {shape}"
         for part, shape in wanted.items()
@@ -158,7 +178,8 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
             cure="the first counted in training, and PEFT sorts them when it saves: keep the one that counted",
         )
     others = (s.name for s in seams.map_sites(model) if s.name not in ranks)
-    return LoRA(
+    made = DoRA if config.get("use_dora") else LoRA
+    return made(
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout") or 0.0,
@@ -206,9 +227,10 @@ def pattern(found: Mapping[str, Any] | None, name: str, default: Any) -> list[An
 
 def _tensors(delta: Delta) -> dict[str, Tensor]:
     assert isinstance(delta, LoRADelta)
+    more = {_MAGNITUDE: delta.m} if isinstance(delta, DoRADelta) else {}
     if delta.kind == "embedding":
-        return {"lora_embedding_A": delta.a, "lora_embedding_B": delta.b}
-    return {"lora_A.weight": delta.a, "lora_B.weight": delta.b}
+        return {"lora_embedding_A": delta.a, "lora_embedding_B": delta.b, **more}
+    return {"lora_A.weight": delta.a, "lora_B.weight": delta.b, **more}
 
 
 def _config(part: Part) -> dict[str, Any]:
@@ -225,7 +247,7 @@ def _config(part: Part) -> dict[str, Any]:
         "target_modules": target_modules(part.model, list(deltas)),
         "exclude_modules": None,
         "use_rslora": lora.rslora,
-        "use_dora": False,
+        "use_dora": isinstance(lora, DoRA),
         "bias": "none",
         "fan_in_fan_out": any(delta.kind == "conv1d" for delta in deltas.values()),
         "rank_pattern": patterns(ranks, lora.rank),
@@ -278,4 +300,20 @@ LORA = Kind(
     named=named_maps,
     misfit=_misfit,
     technique_of=_technique_of,
+    variant=lambda config: config.get("use_dora") is not True,
+)
+
+DORA_NAME = "LORA with use_dora"
+"""How an error calls it."""
+
+DORA = replace(
+    LORA,
+    technique=DoRA,
+    allowed=replace(LORA.allowed, neutral={**LORA.allowed.neutral, "use_dora": (True,)}),
+    ending=re.compile(
+        r"\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+        r"(\.(?P<adapter>(?!weight$|bias$)[^.]+))?(\.weight)?$"
+    ),
+    misfit=_misfit_dora,
+    variant=lambda config: config.get("use_dora") is True,
 )

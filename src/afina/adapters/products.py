@@ -33,6 +33,7 @@ from afina.models.locate import TUNED, nearby
 from afina.places import exists, local
 from afina.problems import name_of
 from afina.techniques.adalora import RANK_SHIFT
+from afina.techniques.dora import DoRA
 
 WANTED = "a run, a checkpoint or an adapter"
 
@@ -190,7 +191,7 @@ def _plain(module: str) -> str:
 
 def _refuse_other(kind: Kind, config: Config, folder: Path) -> None:
     what = kind.technique.__name__
-    if kind.peft_type in ("LORA", "ADALORA"):
+    if kind.peft_type in ("LORA", "ADALORA") and kind.technique is not DoRA:
         if not config.get("target_parameters"):
             return
         what = "LoRA on fused experts, a product for each expert,"

@@ -1,0 +1,190 @@
+"""DoRA: direction and length of a frozen map's rows are learnt apart; LoRA turns the one, a magnitude sets the other.
+
+    y = b + (m / n) ∘ (W x + s · B (A x)),    n = ‖W + s · B A‖ row by row
+
+m starts at ‖W‖ and B at zero, so the model starts as the base, bit for bit. In backward n counts as a constant, as in
+the paper's section 4.3. W + s B A is never written out: with G = A Aᵀ,
+
+    n² = ‖W‖² + 2s · rowsum((W Aᵀ) ∘ B) + s² · rowsum((B G) ∘ B)
+
+which costs what r more tokens would, and is computed anew in every pass: beside the tokens of one it does not count.
+Where nothing is trained, it is kept until a tensor that it is made of changes.
+
+Legend: W (out × in) frozen weight, b bias, x input, A (r × in), B (out × r), s scale as in LoRA, m (out) magnitudes,
+∘ feature by feature. On an embedding a row is one feature of all tokens, as in PEFT.
+
+Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", arXiv 2402.09353, sections 4.1 and 4.3. The
+norm from products of rank r: peft PR #3387.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from afina import seams
+from afina.errors import TechniqueError
+from afina.ops.lowrank import low_rank_add
+from afina.techniques.lora import LoRA, LoRADelta, low_rank_rows
+from afina.tree import Delta, Edit, Side
+
+ROWS = 1024
+"""Rows of the weight that are looked at together: a copy of so many in fp32 is the memory that a norm takes."""
+
+
+class DoRA(LoRA):
+    """Low-rank changes of direction and learnt magnitudes, beside frozen linears, `Conv1D`s and embeddings.
+
+    Each pattern is a module's name, its last part (`q_proj`), or a glob; it must match something.
+    """
+
+    key: ClassVar[str] = "dora"
+
+    def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
+        """See `LoRA.apply`.
+
+        Raises:
+            TechniqueError: when another technique acts on one of the maps already.
+        """
+        for site in self.sites(model):
+            others = [name for name, m in site.module.named_children() if isinstance(m, Delta)]
+            if others:
+                raise TechniqueError(
+                    f"dora sets the length of what the base itself gives, and {others[0]} acts at {site.name} already",
+                    cure=f"leave the module out: dora.exclude, with {site.name!r}",
+                )
+        return super().apply(model, undoable=undoable)
+
+    def delta(self, site: seams.MapSite, rank: int, scaling: float) -> DoRADelta:
+        """What is attached at one map."""
+        return DoRADelta(site, rank, scaling, self.dropout)
+
+    def init(self, edit: Edit, *, seed: int) -> None:
+        """A and B as LoRA's; the magnitudes are the lengths of the base's rows."""
+        super().init(edit, seed=seed)
+        for name, delta in edit.deltas.items():
+            if isinstance(delta, DoRADelta):
+                delta.measure(edit.model.get_submodule(name.rpartition(".")[0]))
+
+
+# --- mathematics -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def row_norms(
+    weight: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float, *, turned: bool = False
+) -> Tensor:
+    """‖W + s · B A‖ of each row, without the sum.
+
+    Args:
+        weight: W, (O, I), any floating-point dtype; (I, O) where `turned`.
+        a_RI: A.
+        b_OR: B.
+        scaling: s.
+        turned: the weight is stored as (in, out).
+
+    Returns:
+        (O,), in fp32, or fp64 where A is; no smaller than the root of the smallest normal number, to divide by.
+    """
+    wide = torch.promote_types(a_RI.dtype, torch.float32)
+    a_RI, b_OR = a_RI.to(wide), b_OR.to(wide)
+    weight_OI = weight.t() if turned else weight
+    low_O = ((b_OR @ (a_RI @ a_RI.t())) * b_OR).sum(1) * scaling**2
+    found: list[Tensor] = []
+    for start in range(0, weight_OI.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        part_OI = weight_OI[rows].to(wide)
+        cross_O = ((part_OI @ a_RI.t()) * b_OR[rows]).sum(1) * (2 * scaling)
+        found.append(part_OI.square().sum(1) + cross_O + low_O[rows])
+    return torch.cat(found).clamp_min(torch.finfo(wide).tiny).sqrt()
+
+
+def rescaled(z: Tensor, m_O: Tensor, norms_O: Tensor, bias_O: Tensor | None) -> Tensor:
+    """b + (m / n) ∘ (z - b), rounded once; it is `z`, bit for bit, where m is n.
+
+    Args:
+        z: (..., O), the map's output with the low-rank change, bias and all.
+        m_O: magnitudes.
+        norms_O: n, a constant.
+        bias_O: b.
+
+    Returns:
+        (..., O) in `z`'s dtype.
+    """
+    ratio_O = m_O / norms_O
+    if bias_O is None:
+        return (z * ratio_O).to(z.dtype)
+    return torch.addcmul((1 - ratio_O) * bias_O, z, ratio_O).to(z.dtype)
+
+
+# --- module ----------------------------------------------------------------------------------------------------
+
+
+class DoRADelta(LoRADelta):
+    """A, B and the magnitudes m of one map, in fp32 whatever the base's dtype (fp64 beside an fp64 base)."""
+
+    follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out", "m": "out"}
+
+    def __init__(self, site: seams.MapSite, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__(site, rank, scaling, dropout)
+        self.m = nn.Parameter(
+            torch.ones(site.out_features, dtype=self.b.dtype, device=self.b.device)
+        )
+        self._kept: tuple[tuple[weakref.ref[Tensor], ...], tuple[int, ...], Tensor] | None = None
+
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The rows of base and change together, at the lengths m."""
+        if self.kind == "embedding":
+            rows = low_rank_rows(x, self.a, self.b, self.scaling * self.multiplier)
+            return rescaled(y + rows.to(y.dtype), self.m, self.norms(base), None)
+        dropout = self.dropout if self.training else 0.0
+        z = low_rank_add(x, y, self.a, self.b, self.scaling, dropout=dropout)
+        return rescaled(z, self.m, self.norms(base), getattr(base, "bias", None))
+
+    def norms(self, base: nn.Module) -> Tensor:
+        """n, (out,); of an answer's many passes the first computes it."""
+        parts = (base.get_parameter("weight"), self.a, self.b)
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or torch.is_inference_mode_enabled()
+        ):
+            return self._norms(base)
+        versions = tuple(part._version for part in parts)
+        if self._kept is not None:
+            seen, at, norms = self._kept
+            same = all(ref() is part for ref, part in zip(seen, parts, strict=True))
+            if same and at == versions and norms.device == self.a.device:
+                return norms
+        norms = self._norms(base)
+        self._kept = (tuple(weakref.ref(part) for part in parts), versions, norms)
+        return norms
+
+    def _norms(self, base: nn.Module) -> Tensor:
+        weight = seams.weight_of(base)
+        return row_norms(weight, self.a, self.b, self.scaling, turned=self.transposed)
+
+    @torch.no_grad()
+    def measure(self, base: nn.Module) -> None:
+        """Sets the magnitudes to what the rows' lengths are now."""
+        self.m.copy_(self._norms(base))
+
+    @torch.no_grad()
+    def fold_weight(self, weight_OI: Tensor) -> Tensor:
+        """(m / ‖W + s B A‖) (W + s B A)."""
+        wide = weight_OI.dtype
+        weight_OI.addmm_(self.b.to(wide), self.a.to(wide), alpha=self.scaling)
+        norms_O = weight_OI.square().sum(1).clamp_min(torch.finfo(wide).tiny).sqrt()
+        return weight_OI.mul_((self.m.to(wide) / norms_O)[:, None])
+
+    def weight_delta(self) -> Tensor:
+        """None: it is no change that is added.
+
+        Raises:
+            TechniqueError: always.
+        """
+        raise TechniqueError("DoRA's change of a weight is none that is added to it")
