@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from afina.adapters import files
+from afina.adapters.fitting import fit
+from afina.adapters.merge_plan import changes
 from afina.errors import AdapterError, ConfigError, TechniqueError
 from afina.table import apply
 from afina.techniques.adalora import AdaLoRA, AdaLoRADelta, Schedule, least, orthogonality
@@ -316,3 +318,23 @@ def test_refusals() -> None:
     for wrong in ({"target_rank": 13}, {"rank_pattern": {"q_proj": 13}}, {"beta1": 1.0}):
         with pytest.raises(ConfigError):
             AdaLoRA(**wrong)
+
+
+def test_what_was_cut_is_folded_without_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.save(cut_pair().edit, tmp_path / "a", base="tiny")
+    edit = files.load(battery.build("llama"), tmp_path / "a")
+    fitted = fit(battery.build("llama"), tmp_path / "a")
+    empty = AdaLoRADelta.to_empty
+
+    def garbage(delta: AdaLoRADelta, **more: Any) -> AdaLoRADelta:
+        empty(delta, **more)
+        delta.get_buffer("kept").fill_(False)
+        return delta
+
+    monkeypatch.setattr(AdaLoRADelta, "to_empty", garbage)
+    made = changes(battery.build("llama").to("meta"), fitted.techniques, fitted.tensors)
+    assert {f"{name}.adalora" for name in made.deltas} == edit.deltas.keys()
+    for name, (delta,) in made.deltas.items():
+        assert torch.equal(delta.weight_delta(), edit.deltas[f"{name}.adalora"].weight_delta())

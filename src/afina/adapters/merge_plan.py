@@ -88,6 +88,7 @@ def changes(
             raise AdapterError(error.what, cure=error.cure) from None
     for delta in edit.deltas.values():
         delta.to_empty(device="cpu")
+        delta.reset(0)  # what is no tensor of the file has a value too
     fill(edit, tensors)
     whole = {key: tensors[key] for key, own in peft_tensors(edit).items() if own.is_meta}
     return Changes(beside, {name_in_model(key): tensor for key, tensor in whole.items()})

@@ -303,7 +303,9 @@ class AdaLoRADelta(Delta):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """e at nought; P and Q normal, drawn on the CPU in fp32 so that every device gets the same."""
+        """e at nought, P and Q normal, drawn on the CPU in fp32 so that every device gets the same; nothing seen or cut."""
+        for name, buffer in self.named_buffers():
+            buffer.fill_(float(name == "kept"))
         self.e.zero_()
         for name, parameter in (("a", self.a), ("b", self.b)):
             generator = torch.Generator().manual_seed(seed_of(seed, name))
