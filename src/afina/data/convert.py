@@ -297,11 +297,29 @@ def from_text_label(row: RawRow) -> Example:
     return Example(text=_string(row, "text"), label=label, **_common(row))
 
 
+def from_tokens_tags(row: RawRow) -> Example:
+    """Words and the class of each: names or whole numbers."""
+    words, tags = _list_of(row, "tokens") or [], _list_of(row, "tags") or []
+    if not words or not all(isinstance(word, str) and word for word in words):
+        raise _wrong(row, "tokens", words, "a list of words")
+    if not all(isinstance(tag, str | int) and tag != "" for tag in tags):
+        raise _wrong(row, "tags", tags, "a list of classes: names or whole numbers")
+    if len(words) != len(tags):
+        raise DataError(
+            f"{row.source}: every word needs one tag",
+            got=f"{len(words)} tokens and {len(tags)} tags",
+            cure="correct that row, or remove it",
+        )
+    words = [_whole(row, "tokens", word) for word in words]
+    return Example(words=tuple(words), tags=tuple(map(str, tags)), **_common(row))
+
+
 CONVERT: dict[str, Callable[[RawRow], Example]] = {
     "messages": from_messages,
     "sharegpt": from_sharegpt,
     "prompt_completion": from_prompt_completion,
     "alpaca": from_alpaca,
     "text_label": from_text_label,
+    "tokens_tags": from_tokens_tags,
     "text": from_text,
 }

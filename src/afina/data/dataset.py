@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from afina.data.badrows import BadRows
-from afina.data.drafts import Draft, draft
+from afina.data.draft import Draft
+from afina.data.drafts import draft
 from afina.data.example import Example
 from afina.data.formats import Format, convert, recognise, rename
 from afina.data.masks import Masked
 from afina.data.report import DataReport, fingerprint, quantiles
 from afina.data.settings import DataSettings, Role
 from afina.data.sources import Read, Source, read
+from afina.data.tags import cut as closed
+from afina.data.tags import in_order
 from afina.errors import DataError, counted
-from afina.types import Row
+from afina.types import IGNORE, Row
 
 OVER_LONG = "longer than max_tokens"
 UNTRAINED = "no trained token"
@@ -94,6 +97,23 @@ def prepare(
     return Prepared(rows, report)
 
 
+def classes(source: Source, settings: DataSettings) -> tuple[str, tuple[str, ...]] | None:
+    """Whether rows have classes: their format (text_label, tokens_tags) and the classes' names in their order.
+
+    For whoever must know before there is a tokenizer; None for rows of any other format.
+
+    Raises:
+        DataError: the data cannot be read, or its rows cannot be used.
+    """
+    bad = BadRows()
+    format, examples = _examples(read(source, settings, "train", bad), settings, bad)
+    if format.name == "text_label":
+        return format.name, in_order(str(example.label) for example in examples)
+    if format.name == "tokens_tags":
+        return format.name, in_order(tag for example in examples for tag in example.tags)
+    return None
+
+
 def _examples(found: Read, settings: DataSettings, bad: BadRows) -> tuple[Format, list[Example]]:
     """The format of what was read, and the rows in their common form; at least one."""
     raw = rename(found.rows, settings.columns, bad)
@@ -158,8 +178,14 @@ class _Tally:
         if cut and self.over_long == "drop":
             return self._drop(OVER_LONG, example.source, length)
         tokens, trained = masked.tokens[: self.limit], masked.trained[: self.limit]
-        label = None
-        if made.template == "classes":
+        label, tags = None, None
+        if masked.tags is not None:
+            tags = masked.tags
+            if cut:
+                tokens, tags = closed(tokenizer, masked, self.limit or length)
+            if all(tag == IGNORE for tag in tags):
+                return self._drop(UNTRAINED, example.source, length)
+        elif made.template == "classes":
             label = made.labels.index(str(example.label))
             if cut:  # keeps the closing special token
                 tokens = tuple(
@@ -184,6 +210,7 @@ class _Tally:
             prompt_tokens=start,
             label=label,
             meta=_meta(example, turn, made.template),
+            tags=tags,
         )
 
     def refused(self, place: str) -> None:
@@ -231,6 +258,8 @@ def _meta(example: Example, turn: int | None, template: str) -> dict[str, Any]:
         meta["text"] = example.text
     if example.label is not None:
         meta["label"] = str(example.label)
+    if example.words:
+        meta["words"], meta["tags"] = list(example.words), list(example.tags)
     if turn is not None:
         chat = template == "chat"
         plain = example.plain or ("", "")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from afina.data.badrows import BadRows
+from afina.data.draft import Draft
 from afina.data.example import Example
 from afina.data.masks import Masked, encode, mask_all, mask_plain
 from afina.data.settings import DataSettings
+from afina.data.tags import in_order, tagged
 from afina.data.templates import Rendered, has_template, render_turns, stop_of
 from afina.data.unwritten import (
     refuse_shares,
@@ -19,23 +21,6 @@ from afina.data.unwritten import (
 from afina.errors import DataError, counted
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Rows before any is cut or dropped, with what differs between chats, plain texts and classes.
-
-    `examples[i]` is what `masked[i]` was made of; `turns[i]` are the message numbers of its trained turns, beside
-    `masked[i].starts`.
-    """
-
-    examples: list[Example]
-    masked: list[Masked]
-    turns: list[tuple[int, ...]]
-    template: str
-    stop: str
-    labels: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def draft(
@@ -50,6 +35,8 @@ def draft(
     """Tokens and labels of all examples of one format, as `prepare` describes them; `bad` gathers what has none."""
     if format == "text_label":
         return _classes(tokenizer, examples, labels, bad)
+    if format == "tokens_tags":
+        return tagged(tokenizer, examples, labels, bad)
     if format == "text":
         return _texts(tokenizer, examples, bad)
     if uses_chat(tokenizer, settings, examples[0]):
@@ -233,16 +220,16 @@ def _texts(tokenizer: Any, examples: Sequence[Example], bad: BadRows) -> Draft:
 def _classes(
     tokenizer: Any, examples: Sequence[Example], labels: Sequence[str] | None, bad: BadRows
 ) -> Draft:
-    if labels is None:
-        names = {str(example.label) for example in examples}
-        numeric = all(name.removeprefix("-").isdecimal() for name in names)
-        labels = sorted(names, key=int) if numeric else sorted(names)
-    known = tuple(labels)
+    known = (
+        in_order(str(example.label) for example in examples) if labels is None else tuple(labels)
+    )
     named = bad.good(examples, lambda one: _class_of(one, known), lambda one: one.source)
     examples = [example for example, _ in named]
     tokens = encode(tokenizer, [example.text or "" for example in examples], special=True)
     masked = [Masked(tuple(ids), (False,) * len(ids), ()) for ids in tokens]
-    note = "classes; to have a language model write the label: data.columns={prompt: text, completion: label}"
+    note = (
+        "to have a language model write the label: data.columns={prompt: text, completion: label}"
+    )
     return Draft(examples, masked, [()] * len(examples), "classes", "", known, (note,))
 
 

@@ -24,6 +24,7 @@ class Example:
         text: of a text row, or of a row with a class.
         label: the class as given.
         choices: the answers an evaluation may choose from.
+        words, tags: words and the class of each, of a row whose words have classes.
     """
 
     id: int
@@ -35,10 +36,13 @@ class Example:
     text: str | None = None
     label: str | int | None = None
     choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
         """sha256 of the content alone: equal for duplicates, whatever their place, format or other columns."""
         content = [self.messages, self.tools, self.text, self.label]
+        content += [self.words, self.tags] if self.words else []
         data = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
         return hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,4 +1,4 @@
-"""Which of six formats the rows have, decided over all of them, and their one common form.
+"""Which of seven formats the rows have, decided over all of them, and their one common form.
 
 No format is guessed from the first row: a format is accepted only if every row fits it, and otherwise the first row
 that differs is named. Columns with other names are not guessed either (`question`/`answer` may be anything); the
@@ -28,6 +28,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "text_label": ("text", "label"),
+    "tokens_tags": ("tokens", "tags"),
     "text": ("text",),
 }
 """Format -> the columns that make it, best first: a row that fits two formats has the first."""
@@ -37,6 +38,8 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "completion": ("answer", "response", "output", "target", "chosen", "reply", "solution"),
     "text": ("content", "sentence", "document", "body", "message"),
     "label": ("class", "category", "intent", "target", "sentiment"),
+    "tokens": ("words",),
+    "tags": ("ner_tags", "pos_tags", "labels"),
 }
 """Names seen in the wild, used only to word the cure."""
 
@@ -282,7 +285,7 @@ def _guesses(columns: Mapping[str, Any]) -> list[dict[str, str]]:
         return [lower[name] for name in named if name in lower]
 
     tries: list[dict[str, str]] = []
-    for left, right in (("prompt", "completion"), ("text", "label")):
+    for left, right in (("prompt", "completion"), ("text", "label"), ("tokens", "tags")):
         pairs = [(a, b) for a in alike(left) for b in alike(right) if a != b]
         tries += [{left: a, right: b} for a, b in pairs[:1]]
     tries += [{"text": name} for name in alike("text")[:1] if name != "text"]

@@ -30,7 +30,7 @@ FOR: dict[str, str] = {
 }
 """Setting -> what it is for."""
 
-TURNLESS = ("text", "text_label")
+TURNLESS = ("text", "text_label", "tokens_tags")
 """Formats without turns, which no chat template is asked to write."""
 
 

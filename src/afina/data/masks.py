@@ -35,12 +35,14 @@ class Masked:
         tokens, trained: as in `Row`.
         starts: the first label of each trained turn.
         located: in which of the three ways its turns were found.
+        tags: as in `Row`.
     """
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
     starts: tuple[int, ...]
     located: Located = "exact"
+    tags: tuple[int, ...] | None = None
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:

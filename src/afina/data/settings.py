@@ -9,7 +9,14 @@ from pydantic import Field
 from afina.problems import Frozen
 
 FormatName = Literal[
-    "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text_label", "text"
+    "auto",
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "alpaca",
+    "text_label",
+    "tokens_tags",
+    "text",
 ]
 Role = Literal["train", "val", "eval"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,6 +17,7 @@ import torch
 
 from ..errors import ConfigError, ModelError
 from ..places import exists, local
+from .classes import check_names, name_head
 from .locate import resolve
 from .packing import Packer, Packing, check_packer
 from .precision import choose, parse_device
@@ -27,7 +28,7 @@ __all__ = ["Task", "load", "load_tokenizer", "quiet", "resolve", "skeleton", "ta
 
 log = logging.getLogger(__name__)
 
-Task = Literal["causal", "encoder", "classification"]
+Task = Literal["causal", "encoder", "classification", "token_classification"]
 
 
 def load(
@@ -37,6 +38,7 @@ def load(
     *,
     task: Task | None = None,
     num_labels: int | None = None,
+    labels: Sequence[str] | None = None,
     quantize: Packer | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -48,8 +50,11 @@ def load(
         source: a Hugging Face folder, a .gguf file, a demo name, or a hub id.
         dtype: of the weights; None lets the device decide (see `precision`).
         device: None is the first CUDA device, else the CPU.
-        task: None asks the config: a causal language model, an encoder, or a classifier of whole texts.
+        task: None asks the config: a causal language model, an encoder, or a classifier of whole texts
+            (classification) or of their tokens (token_classification).
         num_labels: classes of a new classification head (its weights are drawn from a fixed seed).
+        labels: their names, in the order of their numbers, kept in the model's config; a model that has classes of
+            these names keeps its own head and order.
         quantize: an `afina.Quantize`: weights are packed one by one while they are read, so that the model is never in
             memory unpacked.
         revision: of a hub id: branch, tag or commit.
@@ -61,13 +66,15 @@ def load(
         ConfigError: unknown dtype or task, or what is no name or number.
         TechniqueError: the weights cannot be quantised so.
     """
-    _check_task(task, num_labels)
+    labels = check_names(labels, num_labels)
+    _check_task(task, len(labels) if labels else num_labels)
     check_packer(quantize)
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
     _warn_unverified(source, folder)
     config = _config(folder)
-    kind = task or task_of(config, num_labels)
+    kind = task or task_of(config, len(labels) if labels else num_labels)
+    num_labels = name_head(config, kind, labels, num_labels)
     started = time.perf_counter()
     packing = None if quantize is None else Packing(quantize, place)
     model = _model(folder, config, kind, precision.base, num_labels, packing)
@@ -120,6 +127,8 @@ def task_of(config: Any, num_labels: int | None = None) -> Task:
     architecture = (getattr(config, "architectures", None) or [""])[0]
     if architecture.endswith("ForSequenceClassification"):
         return "classification"
+    if architecture.endswith("ForTokenClassification"):
+        return "token_classification"
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         if causal and not getattr(config, "is_encoder_decoder", False):
@@ -166,24 +175,38 @@ def _config(folder: Path) -> Any:
         ) from error
 
 
-def skeleton(folder: Path) -> Any:
+def skeleton(folder: Path, task: Task | None = None, labels: Sequence[str] | None = None) -> Any:
     """The model in `folder` without its weights: names, shapes and ties, every tensor on the meta device.
+
+    Args:
+        folder: of the model.
+        task: as for `load`.
+        labels: as for `load`.
 
     Raises:
         ModelError: its configuration cannot be read, or says something that afina does not adapt.
     """
     config = _config(folder)
+    count = len(labels) if labels else None
+    kind = task or task_of(config, count)
+    name_head(config, kind, labels, count)
     with torch.device("meta"), quiet():
-        return _class_of(task_of(config)).from_config(config, trust_remote_code=False)
+        return _class_of(kind).from_config(config, trust_remote_code=False)
 
 
 def _class_of(kind: Task) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     classes: dict[Task, Any] = {
         "causal": AutoModelForCausalLM,
         "encoder": AutoModel,
         "classification": AutoModelForSequenceClassification,
+        "token_classification": AutoModelForTokenClassification,
     }
     return classes[kind]
 
