@@ -233,6 +233,12 @@ ROWS: tuple[tuple[Technique, tuple[str, ...], dict[str, Any]], ...] = (
         ("llama", "mixtral"),
         {"folds": True, "peft": True},
     ),
+    (
+        LoRA(rank=3, target=("all-linear", "experts")),
+        ("mixtral",),
+        {"folds": True, "peft": True},
+    ),
+    (LoRA(rank=2, target=("down_proj",)), ("mixtral",), {"folds": True, "peft": True}),
     (LoRA(rank=3, target=("lm_head", "q_proj")), ("llama",), {"folds": True, "peft": True}),
     # Where the head shares the embedding, the change beside the embedding is none of the head's: nothing to fold.
     (LoRA(rank=3, target=("wte", "c_attn")), ("gpt2",), {"peft": True}),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.adapters.kinds import Allowed, Config, Kind, Part, Parts, Places
-from afina.adapters.peft_lora import LORA, target_modules
+from afina.adapters.peft_lora import LORA, named_maps, target_modules
 from afina.errors import AdapterError, counted
 from afina.techniques.adalora import AdaLoRA, AdaLoRADelta
 from afina.tree import Delta, matches
@@ -86,7 +86,7 @@ def _sites(model: nn.Module) -> dict[str, seams.MapSite]:
 
 def _named(model: nn.Module, config: Config, seen: Mapping[str, str]) -> set[str] | None:
     """The sites that PEFT would adapt, without those that have no direction left."""
-    found = LORA.named(model, config, seen)
+    found = named_maps(model, config, seen)
     if found is None:
         return None
     gone = {name for name, flags in _flags(config).items() if not any(flags)}

@@ -4,6 +4,7 @@
 |---|---|---|
 | linear, `Conv1D` | `lora_A.weight`, `lora_B.weight` | (r, in), (out, r) |
 | DoRA's magnitudes | `lora_magnitude_vector` | (out,) |
+| fused experts | see `peft_experts` | |
 | embedding | `lora_embedding_A`, `lora_embedding_B` | (r, vocabulary), (width, r) |
 
 Source: the files that PEFT 0.21.2 writes, and how it reads `target_modules` and the patterns of its configuration.
@@ -20,10 +21,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from afina import seams
+from afina.adapters import peft_experts
 from afina.adapters.kinds import Allowed, Config, Kind, Part, Parts, Places, named
 from afina.errors import AdapterError, counted
 from afina.techniques.dora import DoRA, DoRADelta
 from afina.techniques.lora import LoRA, LoRADelta
+from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, expert_sites
 from afina.tree import Delta, matches
 
 # These starts change the base, so that an adapter saved as it is belongs to a base that is nowhere on disk.
@@ -44,12 +47,14 @@ _ALLOWED = Allowed(
         "rank_pattern": (dict,),
         "alpha_pattern": (dict,),
         "use_rslora": (bool,),
+        "target_parameters": (list,),
     },
     items={
         "target_modules": str,
         "exclude_modules": str,
         "modules_to_save": str,
         "layers_to_transform": int,
+        "target_parameters": str,
     },
     neutral={
         "use_dora": (False, None),
@@ -59,7 +64,6 @@ _ALLOWED = Allowed(
         "bias": ("none", None),
         "layer_replication": (None,),
         "alora_invocation_tokens": (None, []),
-        "target_parameters": (None, []),
         "trainable_token_indices": (None, [], {}),
         "arrow_config": (None,),
         "kasa_config": (None,),
@@ -116,8 +120,22 @@ def named_maps(model: nn.Module, config: Config, seen: Mapping[str, str]) -> set
     return found
 
 
-def _misfit(site: seams.MapSite, parts: Parts) -> dict[str, str]:
-    """What is wrong with A and B for one map."""
+def _sites(model: nn.Module) -> dict[str, Any]:
+    """The maps of a model, and its modules of fused experts."""
+    return map_sites(model) | peft_experts.sites_of(model)
+
+
+def _named(model: nn.Module, config: Config, seen: Mapping[str, str]) -> set[str] | None:
+    """The maps and the modules of experts that PEFT would adapt."""
+    maps = named_maps(model, config, seen)
+    experts = peft_experts.named_modules(model, config, seen)
+    return experts or None if maps is None else maps | experts
+
+
+def _misfit(site: Any, parts: Parts) -> dict[str, str]:
+    """What is wrong with A and B for one map, or for a module of experts."""
+    if not isinstance(site, seams.MapSite):
+        return peft_experts.misfit(site, parts)
     ends = ("lora_embedding_A", "lora_embedding_B")
     if site.kind != "embedding":
         ends = ("lora_A.weight", "lora_B.weight")
@@ -155,11 +173,9 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
     Raises:
         AdapterError: when the ranks of the file are others than those of the configuration.
     """
-    ranks = {name: _rank(parts) for name, parts in places.parts.items()}
-    said = {n: pattern(config.get("rank_pattern"), places.seen[n], config["r"]) for n in ranks}
-    alphas = {
-        n: pattern(config.get("alpha_pattern"), places.seen[n], config["lora_alpha"]) for n in ranks
-    }
+    ranks, seen = _ranks(model, config, places)
+    said = {n: pattern(config.get("rank_pattern"), seen[n], config["r"]) for n in ranks}
+    alphas = {n: pattern(config.get("alpha_pattern"), seen[n], config["lora_alpha"]) for n in ranks}
     lying = [
         f"{n}: file {rank}, configuration {_or(said[n])}"
         for n, rank in ranks.items()
@@ -177,7 +193,8 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
             got="; ".join(unsure[:4]),
             cure="the first counted in training, and PEFT sorts them when it saves: keep the one that counted",
         )
-    others = (s.name for s in seams.map_sites(model) if s.name not in ranks)
+    every = [*seams.map_sites(model), *expert_sites(model)]
+    others = [site.name for site in every if site.name not in ranks]
     made = DoRA if config.get("use_dora") else LoRA
     return made(
         rank=config["r"],
@@ -190,6 +207,23 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
         alpha_pattern=_exactly({n: a for n, (a,) in alphas.items()}, config["lora_alpha"]),
         modules_to_save=tuple(places.whole),
     )
+
+
+def _ranks(
+    model: nn.Module, config: Config, places: Places
+) -> tuple[dict[str, int], dict[str, str]]:
+    """The rank of each place, and how the file calls it; a projection of experts is a place of its own."""
+    experts, wanted = peft_experts.sites_of(model), config.get("target_parameters") or ()
+    ranks: dict[str, int] = {}
+    seen = dict(places.seen)
+    for name, parts in places.parts.items():
+        if name not in experts:
+            ranks[name] = _rank(parts)
+            continue
+        for start, site in peft_experts.layers(experts[name], parts, wanted).items():
+            ranks[site.name] = peft_experts.rank_of(site, start, parts)
+            seen[site.name] = f"{seen[name]}.{site.projection}"
+    return ranks, seen
 
 
 def _rank(parts: Parts) -> int:
@@ -226,6 +260,8 @@ def pattern(found: Mapping[str, Any] | None, name: str, default: Any) -> list[An
 
 
 def _tensors(delta: Delta) -> dict[str, Tensor]:
+    if isinstance(delta, ExpertsDelta):
+        return peft_experts.tensors_of(delta)
     assert isinstance(delta, LoRADelta)
     more = {_MAGNITUDE: delta.m} if isinstance(delta, DoRADelta) else {}
     if delta.kind == "embedding":
@@ -238,13 +274,16 @@ def _config(part: Part) -> dict[str, Any]:
     lora = part.technique
     assert isinstance(lora, LoRA)
     deltas = {n: d for n, d in part.deltas.items() if isinstance(d, LoRADelta)}
-    ranks = {name: delta.rank for name, delta in deltas.items()}
-    alphas = {name: _alpha(delta, lora) for name, delta in deltas.items()}
+    paths = peft_experts.paths_of(part.deltas)
+    ranks = {name: delta.rank for name, delta in {**deltas, **paths}.items()}
+    alphas = {name: _alpha(delta, lora) for name, delta in {**deltas, **paths}.items()}
     return {
         "r": lora.rank,
         "lora_alpha": _plain(lora.alpha),
-        "lora_dropout": lora.dropout,
+        # PEFT has no dropout beside experts, and refuses the whole file where it is said.
+        "lora_dropout": 0.0 if paths else lora.dropout,
         "target_modules": target_modules(part.model, list(deltas)),
+        "target_parameters": sorted(paths) or None,
         "exclude_modules": None,
         "use_rslora": lora.rslora,
         "use_dora": isinstance(lora, DoRA),
@@ -268,7 +307,7 @@ def patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     }
 
 
-def _alpha(delta: LoRADelta, lora: LoRA) -> float:
+def _alpha(delta: LoRADelta | ExpertPath, lora: LoRA) -> float:
     """The alpha of one place; the technique's own where the scale says that, free of rounding."""
     alpha = delta.scaling * (delta.rank**0.5 if lora.rslora else delta.rank)
     return lora.alpha if math.isclose(alpha, lora.alpha, rel_tol=1e-12) else round(alpha, 9)
@@ -290,14 +329,14 @@ LORA = Kind(
     peft_type="LORA",
     allowed=_ALLOWED,
     ending=re.compile(
-        r"\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)"
+        r"\.(?P<part>(base_layer\.)?lora_A|(base_layer\.)?lora_B|lora_embedding_A|lora_embedding_B)"
         r"(\.(?P<adapter>(?!weight$|bias$)[^.]+))?(\.weight)?$"
     ),
     part=_part,
     tensors=_tensors,
     config=_config,
-    sites=map_sites,
-    named=named_maps,
+    sites=_sites,
+    named=_named,
     misfit=_misfit,
     technique_of=_technique_of,
     variant=lambda config: config.get("use_dora") is not True,
@@ -309,7 +348,12 @@ DORA_NAME = "LORA with use_dora"
 DORA = replace(
     LORA,
     technique=DoRA,
-    allowed=replace(LORA.allowed, neutral={**LORA.allowed.neutral, "use_dora": (True,)}),
+    allowed=replace(
+        LORA.allowed,
+        neutral={**LORA.allowed.neutral, "use_dora": (True,), "target_parameters": (None, [])},
+    ),
+    sites=map_sites,
+    named=named_maps,
     ending=re.compile(
         r"\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
         r"(\.(?P<adapter>(?!weight$|bias$)[^.]+))?(\.weight)?$"

@@ -43,6 +43,7 @@ class DoRA(LoRA):
     """
 
     key: ClassVar[str] = "dora"
+    reaches_experts: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
         """See `LoRA.apply`.

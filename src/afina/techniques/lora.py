@@ -40,6 +40,7 @@ class LoRA(OnMaps):
     """
 
     key: ClassVar[str] = "lora"
+    reaches_experts: ClassVar[bool] = True
 
     rank: int = Field(default=16, ge=1, description="inner dimension r of the change")
     alpha: float = Field(
@@ -106,14 +107,14 @@ class LoRA(OnMaps):
         if frozen and not experts and "all-linear" in self.target:
             edit.warnings.append(
                 f"{counted(len(frozen), 'group')} of fused experts ({frozen[0]}, …) stay frozen: all-linear is the "
-                f"linears; add 'experts' to {self.key}.target to train a low-rank path beside each expert"
+                "linears; lora has a low-rank path beside each expert where 'experts' is in lora.target too"
             )
         return edit
 
     def sites(self, model: nn.Module) -> list[seams.MapSite]:
         """The maps that this value changes; none where it names experts alone."""
         maps = [site.name for site in seams.map_sites(model)]
-        names = [site.name for site in expert_sites(model)]
+        names = [site.name for site in expert_sites(model)] if self.reaches_experts else []
         mine = {
             field: tuple(p for p in getattr(self, field) if not _of_experts(p, names, maps))
             for field in ("target", "exclude")
@@ -128,11 +129,11 @@ class LoRA(OnMaps):
         Raises:
             TechniqueError: it asks for experts, and there are none that can be reached.
         """
-        every = expert_sites(model)
+        every = expert_sites(model) if self.reaches_experts else []
         if EXPERTS in self.target and not every:
             fused = seams.expert_modules(model)
             raise TechniqueError(
-                f"{self.key}.target: the preset 'experts' found no fused experts",
+                f"{self.key}.target: the preset 'experts' found no fused experts that {self.key} reaches",
                 got=f"{fused[0]}, which does not go through Transformers' ExpertsInterface"
                 if fused
                 else type(model).__name__,

@@ -77,7 +77,7 @@ class ExpertSite:
 
 
 def expert_sites(model: nn.Module) -> list[ExpertSite]:
-    """The projections of all fused experts that go through Transformers' `ExpertsInterface`."""
+    """The projections of all fused experts that go through `ExpertsInterface`, in the order of their modules."""
     where = {block.name: block.index for block in seams.blocks(model)}
     found: list[ExpertSite] = []
     for module in seams.expert_modules(model):
@@ -85,9 +85,9 @@ def expert_sites(model: nn.Module) -> list[ExpertSite]:
         if not hasattr(experts, "_apply_gate") or getattr(experts, "_is_expert_parallel", False):
             continue
         block = next((n for name, n in where.items() if module.startswith(f"{name}.")), None)
-        for projection in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
-            weight: Tensor = experts.get_parameter(projection)
-            if weight.is_floating_point():
+        wanted = {"gate_up_proj" if experts.has_gate else "up_proj", "down_proj"}
+        for projection, weight in experts.named_parameters(recurse=False):
+            if projection in wanted and weight.is_floating_point():
                 site = ExpertSite(f"{module}.{projection}", weight, block, experts.is_transposed)
                 found.append(site)
     return found
