@@ -216,7 +216,7 @@ def test_one_adapter_times_one_is_that_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"use_dora": True}, "dora|lora_magnitude_vector"),
+        ({"use_dora": True}, "DoRA is none"),
         ({"lora_bias": True}, "lora_bias|lora_B.bias"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_rank_that_is_not_the_configuration_s(folder: Path) -> None:
     [
         ({"r": "gone"}, "r is missing"),
         ({"lora_alpha": "gone"}, "lora_alpha is missing"),
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
         ({"bias": "all"}, "bias"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"use_rslaro": True}, "near: use_rslora"),

@@ -73,8 +73,8 @@ def test_a_tied_head_trained_apart_from_its_tie_is_refused(tmp_path: Path) -> No
 
 
 def test_a_variant_is_refused(tmp_path: Path) -> None:
-    peer("llama", tmp_path, target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(AdapterError, match="use_dora"):
+    peer("llama", tmp_path, target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(AdapterError, match="lora_bias"):
         files.load(battery.build("llama"), tmp_path)
 
 

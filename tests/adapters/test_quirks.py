@@ -267,7 +267,7 @@ def test_a_layer_that_is_not_there_is_not_taken_for_another(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("use_dora", True), ("lora_bias", True), ("use_qalora", True), ("bias", "all"),
+        ("lora_bias", True), ("use_qalora", True), ("bias", "all"),
         ("layer_replication", [[0, 1]]), ("target_parameters", ["x"]), ("alora_invocation_tokens", [1]),
         ("trainable_token_indices", [1]), ("arrow_config", {}), ("kasa_config", {"x": 1}),
         ("velora_config", {"x": 1}), ("monteclora_config", {"x": 1}), ("use_bdlora", {"x": 1}),
