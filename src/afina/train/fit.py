@@ -53,7 +53,7 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
 
     Raises:
         ModelError: for anything but a decoder that predicts the next token, or a classifier.
-        RunError: for an edit of another model, an undone or merged one, or one without trainable tensors.
+        RunError: for an edit of another model, an undone, merged or frozen one, or one without trainable tensors.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -71,13 +71,7 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
         raise RunError(
             "the edit is of another model", cure="train the model that was given to apply"
         )
-    if edit.undone:
-        raise RunError("the edit was undone", cure="apply again: afina.apply(model, [...])")
-    if edit.merged:
-        raise RunError(
-            "the edit is merged: what it attached does not act, and would not learn",
-            cure="edit.unmerge()",
-        )
+    _refuse_state(edit)
     if not edit.trainable():
         raise RunError(
             "nothing would train",
@@ -86,6 +80,24 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
             "[afina.Quantize(), afina.LoRA()]))"
             if edit.techniques
             else "apply a technique first: afina.apply(model, [...])",
+        )
+
+
+def _refuse_state(edit: Edit) -> None:
+    """Raises for an edit that does not act, or does not train, just now."""
+    if edit.undone:
+        raise RunError("the edit was undone", cure="apply again: afina.apply(model, [...])")
+    if edit.merged:
+        raise RunError(
+            "the edit is merged: what it attached does not act, and would not learn",
+            cure="edit.unmerge()",
+        )
+    frozen = [name for name, parameter in edit.trainable().items() if not parameter.requires_grad]
+    if frozen:
+        raise RunError(
+            "tensors of the edit are frozen: it lies under a later one, or somebody froze them",
+            got=f"{', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}",
+            cure="undo the later edit first, or apply all techniques in one call",
         )
 
 
