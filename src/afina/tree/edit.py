@@ -60,7 +60,8 @@ class Edit:
         if hasattr(module, key):
             raise TechniqueError(
                 f"{target} already has something named {key!r}",
-                cure="undo the earlier edit first, or apply all techniques in one call",
+                cure="undo the earlier edit first, or apply all techniques in one call; two adapters of one kind add "
+                "up to one: afina combine A B -o C (in Python afina.combine)",
             )
         delta.train(module.training)
         module.add_module(key, delta)
