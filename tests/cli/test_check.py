@@ -118,7 +118,9 @@ def test_a_model_that_cannot_train_yet_has_a_cure(
     byte_tokenizer().save_pretrained("bert")
     assert main(["check", "bert", "rows.jsonl", "--quick"]) == 2
     said = capsys.readouterr().out
-    assert "error    model          only causal language models can be trained so far" in said
+    assert (
+        "error    model          only causal language models and classifiers can be trained" in said
+    )
     assert "do: choose a decoder with its language-model head" in said
 
 

@@ -3,6 +3,7 @@
     {"format": 1, "afina": "0.1.0",
      "base": {"name": …, "revision": …, "fingerprint": … or null where it is not known,
               "trained": [tensors of the base that the adapter brings],
+              "task", "labels": of a classifier, for which head it is loaded and the names of its classes,
               "quantised_from": the type of its weights before `quantize` rounded them, where it did},
      "techniques": [{"lora": {…}}], "data": {…}, "settings": {…}, "scores": {…}}
 
@@ -22,13 +23,18 @@ from typing import Any
 
 from torch import Tensor
 
+from afina import seams
 from afina.adapters.fingerprint import base_fingerprint
-from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json
+from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json, read_tensors
 from afina.adapters.rounded import dtype_in
 from afina.errors import AdapterError
+from afina.models.classes import class_names
 from afina.models.demo import DEMOS
 from afina.techniques.quantize import Quantize
 from afina.tree import Edit, Technique
+
+TASKS = {"rows": "classification", "tokens": "token_classification"}
+"""What a classifier gives classes to -> the task that `afina.load` loads it for."""
 
 FORMAT = 1
 """The form of `afina.json`; a reader refuses later ones."""
@@ -72,6 +78,9 @@ def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
         "fingerprint": base_fingerprint(edit.model, edit),
         "trained": sorted(edit.in_place),
     }
+    if seams.classifies(edit.model) is not None:
+        about["task"] = TASKS[seams.classifies(edit.model)]
+        about["labels"] = class_names(edit.model)
     rounded = dtype_in(edit.model)
     if rounded is not None:
         about["quantised_from"] = rounded
@@ -108,6 +117,32 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except AdapterError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def head_of_base(folder: Path) -> dict[str, Any]:
+    """How the base of a classifier's adapter is loaded, as arguments of `afina.load`; empty for any other adapter.
+
+    Of an adapter that PEFT wrote the names of the classes are not known; their number is the head's.
+
+    Raises:
+        AdapterError: a file that cannot be read.
+    """
+    if (folder / RECORD).is_file():
+        base: Any = read_json(folder / RECORD, "the adapter's record").get("base")
+        if isinstance(base, dict) and base.get("task") in TASKS.values() and base.get("labels"):
+            return {"task": base["task"], "labels": tuple(map(str, base["labels"]))}
+    of_peft = {"SEQ_CLS": "classification", "TOKEN_CLS": "token_classification"}
+    task = of_peft.get(
+        str(read_json(folder / CONFIG, "the adapter's configuration").get("task_type"))
+    )
+    if task is None or not (folder / WEIGHTS).is_file():
+        return {}
+    heads = [
+        tensor.shape[0]
+        for name, tensor in read_tensors(folder).items()
+        if tensor.dim() == 2 and re.search(r"\.(score|classifier|out_proj)\.weight$", name)
+    ]
+    return {"task": task, "num_labels": heads[-1]} if heads else {"task": task}
 
 
 def read_record(folder: Path) -> Base | None:

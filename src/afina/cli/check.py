@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli import train as train_verb
-from afina.cli.starting import quantiser_of, scoring, sources_of, start_from
+from afina.cli.starting import head_for, quantiser_of, scoring, sources_of, start_from
 from afina.errors import AfinaError, ConfigError, TechniqueError
 from afina.places import exists, local
 
@@ -146,6 +146,7 @@ def _look(resolved: Any, given: Mapping[str, Any], *, quick: bool) -> Any:
                 revision=settings.revision,
                 token=given["token"],
                 offline=given["offline"] or None,
+                **head_for(settings),
             )
             break
         except AfinaError as error:  # without weights the outline will do, for what needs no more

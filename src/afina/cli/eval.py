@@ -86,7 +86,8 @@ def command(
 
     The loss is the sum of the token losses over the trained tokens, as in training. Exact match compares a greedy
     answer with the reference, white space around them aside; json_match and field:NAME compare JSON values; accuracy
-    chooses the likeliest of the row's `choices`, by the whole answer and by token. A run's data is read as its training
+    chooses the likeliest of the row's `choices`, by the whole answer and by token; of a classifier it is the share of
+    right classes, with macro_f1 the mean F1 of the classes and the commonest confusions. A run's data is read as its training
     data was.
     """
     wanted = parse_metrics(metrics)
@@ -205,6 +206,8 @@ def report(scores: Any, before: Any = None, wanted: tuple[str, ...] | None = Non
             for name in names
         ]
         lines.append(table(rows, head=("", "base", "tuned", "difference")))
+    if scores.confusion is not None:
+        lines += [f"{right}: {n} taken for {guess}" for right, guess, n in scores.confusion.worst()]
     return "\n".join(lines)
 
 

@@ -54,8 +54,13 @@ class Source:
     offline: bool = False
     allow_partial: bool = False
 
-    def load(self, base: str, revision: str | None, quantize: Any = None) -> tuple[Any, Any]:
-        """The model `base` and its tokenizer; its weights quantised, where it is said how."""
+    def load(
+        self, base: str, revision: str | None, quantize: Any = None, **head: Any
+    ) -> tuple[Any, Any]:
+        """The model `base` and its tokenizer; its weights quantised, where it is said how.
+
+        `head` is what `adapters.card.head_of_base` says of a classifier.
+        """
         from afina.models.hub import load
 
         return load(
@@ -66,6 +71,7 @@ class Source:
             revision=self.revision or revision,
             token=self.token,
             offline=self.offline or None,
+            **head,
         )
 
 
@@ -106,8 +112,19 @@ class Loaded:
             # Full fine-tuning leaves a whole model, so its base is another one.
             settings = run_settings(self.target)
             base = located(settings["model"], self.target.run or Path())
-            self._base, _ = self.source.load(base, settings.get("revision"))
+            head = _head_of(self.model)
+            self._base, _ = self.source.load(base, settings.get("revision"), **head)
         yield self._base
+
+
+def _head_of(model: Any) -> dict[str, Any]:
+    """How the base of a fully trained classifier is loaded, as arguments of `afina.load`."""
+    from afina import seams
+    from afina.adapters.card import TASKS
+    from afina.models.classes import class_names
+
+    kind = seams.classifies(model)
+    return {} if kind is None else {"task": TASKS[kind], "labels": class_names(model)}
 
 
 def load_source(source: Source, *, with_base: bool = False) -> Loaded:
@@ -157,14 +174,16 @@ def _quicken(model: Any) -> None:
 
 def _load_base(source: Source, target: Target) -> tuple[Any, Any]:
     """The model under the adapter; where it cannot be found, the error says whose it is and where it was sought."""
+    from afina.adapters.card import head_of_base
     from afina.adapters.rounded import read_rounded
     from afina.models.demo import DEMOS
     from afina.models.locate import TUNED, asking, nearby
 
     # An adapter answers beside the base that it was trained beside: a quantised one, if it was.
     rounded = None if target.adapter is None else read_rounded(target.adapter)
+    head = {} if target.adapter is None else head_of_base(target.adapter)
     try:
-        return source.load(target.base, target.revision, rounded)
+        return source.load(target.base, target.revision, rounded, **head)
     except ModelError as error:
         if target.base in DEMOS or exists(local(target.base)):
             raise

@@ -10,7 +10,9 @@ from afina.errors import ConfigError, DataError, nearest
 
 ANSWERED = ("exact_match", "json_match")
 FIELD = re.compile("field:.+")
-METRICS = ("loss", "perplexity", *ANSWERED, "accuracy", "accuracy_per_token", "field:NAME")
+METRICS = (
+    "loss", "perplexity", *ANSWERED, "accuracy", "accuracy_per_token", "macro_f1", "field:NAME",
+)  # fmt: skip
 
 CHOSEN = ("accuracy", "accuracy_per_token")
 NEEDS = {
@@ -18,6 +20,7 @@ NEEDS = {
     "json_match": "answers that are JSON",
     "accuracy": "a column `choices` or `label`",
     "accuracy_per_token": "a column `choices`",
+    "macro_f1": "a class, from a model that classifies",
 }
 """Metric -> what a row must have for it."""
 

@@ -18,6 +18,27 @@ def quantiser_of(settings: Any) -> Any:
     return next((t for t in settings.techniques if t.key == "quantize"), None)
 
 
+TASKS = {"text_label": "classification", "tokens_tags": "token_classification"}
+"""Format of rows with classes -> the task that the model is loaded for."""
+
+
+def head_for(settings: Any) -> dict[str, Any]:
+    """How a model is loaded for these rows, as arguments of `afina.load`: with a head for their classes, if they have.
+
+    Data that cannot be read says nothing here: the run says why.
+    """
+    from afina.data.dataset import classes
+    from afina.errors import AfinaError
+
+    if settings.source is None:
+        return {}
+    try:
+        found = classes(settings.source, settings.data)
+    except AfinaError:
+        return {}
+    return {} if found is None else {"task": TASKS[found[0]], "labels": found[1]}
+
+
 def is_finished(out: Path) -> bool:
     """Whether the run has nothing left to do, and nothing else is asked for: known without its model and data."""
     from afina.train import checkpoint, result, state

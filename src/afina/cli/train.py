@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli import compiled
-from afina.cli.starting import is_finished, quantiser_of, scoring, sources_of, start_from
+from afina.cli.starting import head_for, is_finished, quantiser_of, scoring, sources_of, start_from
 
 EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
@@ -210,6 +210,7 @@ def _run(
     reads: Mapping[str, Any],
 ) -> None:
     """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
+    from afina import seams
     from afina.models.precision import choose
     from afina.table import check
     from afina.train import folder, result
@@ -247,7 +248,7 @@ def _run(
         options=options,
     )
     if run != before:  # of a run that was finished before, all is said
-        for line in _told(run):
+        for line in _told(run, classifies=seams.classifies(model) is not None):
             say.say(line)
 
 
@@ -265,6 +266,7 @@ def _started(
         device=settings.train.device,
         quantize=quantiser_of(settings),
         revision=settings.revision,
+        **head_for(settings),
         **hub,
     )
     if start["source"] is None:
@@ -280,7 +282,7 @@ def _started(
     return model, tokenizer, *start_from(model, resolved, **start)
 
 
-def _told(run: Any) -> list[str]:
+def _told(run: Any, *, classifies: bool) -> list[str]:
     """What a run came to, and what to do next."""
     from afina.errors import counted
 
@@ -290,7 +292,7 @@ def _told(run: Any) -> list[str]:
         f"done: {counted(run.steps, 'step')}{skipped}, loss {run.loss:.4f} over the last tenth{scores}",
         f"  {run.weights}   the trained weights",
         f"  {run.folder / 'loss.png'}   the loss",
-        f"next: afina chat {run.folder}",
+        f"next: afina {'eval' if classifies else 'chat'} {run.folder}{' test.jsonl' if classifies else ''}",
     ]
 
 

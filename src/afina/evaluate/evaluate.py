@@ -18,8 +18,9 @@ from afina.evaluate.answers import (
     right_choice,
     with_answer,
 )
+from afina.evaluate.classes import Confusion, classify
 from afina.evaluate.inputs import Rows, rows_of
-from afina.evaluate.losses import class_scores, named, row_losses
+from afina.evaluate.losses import named, row_losses
 from afina.evaluate.measured import refuse_system
 from afina.models.answerable import refuse_unanswerable
 from afina.models.generate import Completion, evaluating
@@ -43,9 +44,10 @@ class Scores:
         n: rows.
         trained_tokens: tokens that the loss is a mean over; 0 for labelled rows.
         values: each metric by name: `loss` (nats a trained token), `perplexity`, and as shares between 0 and 1
-            `exact_match`, `json_match`, `accuracy`, `accuracy_per_token`, `field:NAME`.
+            `exact_match`, `json_match`, `accuracy`, `accuracy_per_token`, `field:NAME`; of a classifier `macro_f1`.
         errors: standard errors of those that have one.
         counts: how many rows each share is a share of.
+        confusion: of a classifier; None for other models.
         rows: one dictionary a row, in the order of the rows.
     """
 
@@ -55,6 +57,7 @@ class Scores:
     errors: dict[str, float]
     counts: dict[str, int]
     rows: list[dict[str, Any]] = field(repr=False)
+    confusion: Confusion | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float | None:
@@ -85,6 +88,7 @@ class Scores:
             **finite,
             "standard_errors": self.errors,
             "counts": self.counts,
+            **({} if self.confusion is None else {"confusion": self.confusion.as_json()}),
         }
 
 
@@ -126,14 +130,17 @@ def evaluate(
     if not rows:
         raise DataError("there are no rows to evaluate", cure="give a file that has some")
     table: list[dict[str, Any]] = [{"id": row.id, "source": row.source} for row in rows]
+    confusion: Confusion | None = None
     with evaluating(model):
-        if rows[0].label is not None:
-            _classify(model, tokenizer, rows, table, settings, on_progress)
+        if any(row.label is not None or row.tags is not None for row in rows):
+            confusion = classify(
+                model, tokenizer, rows, table, settings, _told(on_progress, "loss")
+            )
         else:
             _losses(model, rows, table, settings, on_progress)
             _answers(model, tokenizer, rows, table, settings, generate, on_progress)
             _choose(model, tokenizer, rows, table, settings, on_progress)
-    return _gather(table)
+    return _gather(table, confusion)
 
 
 def compare(after: Scores, before: Scores) -> dict[str, tuple[float, float]]:
@@ -180,28 +187,6 @@ def _losses(
         tokens = row.trained_tokens
         entry["loss"] = total / tokens if tokens else None
         entry["tokens"] = tokens
-
-
-def _classify(
-    model: Any,
-    tokenizer: Any,
-    rows: Sequence[Row],
-    table: list[dict[str, Any]],
-    settings: EvalSettings,
-    on_progress: Progress | None,
-) -> None:
-    unlabelled = [row for row in rows if row.label is None]
-    if unlabelled:
-        raise DataError(
-            "some rows have a label and some have none",
-            got=f"{len(unlabelled)} without, the first {unlabelled[0].source or unlabelled[0].id}",
-            cure="label every row, or evaluate the two kinds apart",
-        )
-    scored = class_scores(model, rows, settings.batch_rows, _told(on_progress, "loss"))
-    for entry, row, (loss, guess) in zip(table, rows, scored, strict=True):
-        text = tokenizer.decode(row.tokens, skip_special_tokens=True)
-        entry.update(prompt=text, label=row.label, predicted=guess)
-        entry.update(loss=loss, accuracy=guess == row.label)
 
 
 def _answers(
@@ -267,7 +252,7 @@ def _choose(
         entry.update(accuracy=summed == right, accuracy_per_token=mean == right)
 
 
-def _gather(table: list[dict[str, Any]]) -> Scores:
+def _gather(table: list[dict[str, Any]], confusion: Confusion | None = None) -> Scores:
     values: dict[str, float] = {}
     errors: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -289,5 +274,7 @@ def _gather(table: list[dict[str, Any]]) -> Scores:
             counts[name] = len(flags)
     if not values:
         scores.mean_loss([], [])
+    if confusion is not None:
+        values["accuracy"], values["macro_f1"] = confusion.accuracy, confusion.macro_f1
     trained = sum(entry.get("tokens", 0) for entry in table)
-    return Scores(len(table), trained, values, errors, counts, table)
+    return Scores(len(table), trained, values, errors, counts, table, confusion)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from afina import seams
 from afina.data.packing import collate
 from afina.errors import ModelError
 from afina.models.finite import not_finite
@@ -95,20 +96,56 @@ def class_scores(
     return [scored[n] for n in range(len(rows))]
 
 
+def tag_scores(
+    model: Any, rows: Sequence[Row], batch_rows: int, on_progress: Progress | None = None
+) -> list[tuple[float, list[int], list[int]]]:
+    """Of each tagged row the summed loss in nats, the predicted and the right class of each tagged token.
+
+    Raises:
+        ModelError: the model does not classify tokens, or has fewer classes than the tags need.
+        RunError: a loss is NaN.
+    """
+    _check_classifies(model, rows)
+    order = sorted(range(len(rows)), key=lambda n: -len(rows[n].tokens))
+    device = model.get_input_embeddings().weight.device
+    scored: dict[int, tuple[float, list[int], list[int]]] = {}
+    with torch.no_grad():
+        for start in range(0, len(order), batch_rows):
+            numbers = order[start : start + batch_rows]
+            batch = to_device(collate([rows[n] for n in numbers], False, 0), device)
+            logits_NC, targets_N = trained_logits(model, batch)
+            sizes = [rows[n].trained_tokens for n in numbers]
+            parts = zip(
+                numbers,
+                token_losses(logits_NC, targets_N).split(sizes),
+                logits_NC.argmax(dim=-1).split(sizes),
+                targets_N.split(sizes),
+                strict=True,
+            )
+            for n, losses, guesses, right in parts:
+                if losses.isnan().any():
+                    raise not_finite(model, f"a loss of NaN at {named(rows[n])}")
+                scored[n] = math.fsum(losses.tolist()), guesses.tolist(), right.tolist()
+            if on_progress is not None:
+                on_progress(len(scored), len(rows))
+    return [scored[n] for n in range(len(rows))]
+
+
 def named(row: Row) -> str:
     """Where a row came from, else its number."""
     return row.source or f"row {row.id}"
 
 
 def _check_classifies(model: Any, rows: Sequence[Row]) -> None:
-    if "SequenceClassification" not in type(model).__name__:
+    tagged = rows[0].label is None
+    if seams.classifies(model) != ("tokens" if tagged else "rows"):
         raise ModelError(
-            "the rows have labels, and this model has no classification head",
+            f"the rows have {'tags' if tagged else 'labels'}, and this model has no classification head for these",
             got=type(model).__name__,
             wanted="a model loaded for classification, or rows whose answer is text",
             cure="evaluate the run that was trained on labels, or give the label as the completion",
         )
-    most = max(row.label or 0 for row in rows)
+    most = max(max(row.tags or (row.label or 0,)) for row in rows)
     if most >= model.config.num_labels:
         raise ModelError(
             "a label is outside the model's classes",

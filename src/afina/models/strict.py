@@ -13,7 +13,9 @@ from ..errors import ModelError, counted
 
 log = logging.getLogger(__name__)
 
-HEADS = frozenset({"classifier", "score", "pre_classifier", "classification_head", "pooler"})
+HEADS = frozenset(
+    {"classifier", "score", "pre_classifier", "classification_head", "pooler", "head"}
+)
 """Parts of names that a checkpoint made for another task lacks for good reason."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ def outline(
     revision: str | None = None,
     token: str | bool | None = None,
     offline: bool | None = None,
+    task: hub.Task | None = None,
+    labels: Sequence[str] | None = None,
 ) -> tuple[Any, Any]:
     """What `hub.load` gives, with every tensor on the meta device: nothing of the weights is read.
 
@@ -30,7 +33,7 @@ def outline(
 
     place = parse_device(device)
     folder = hub.resolve(source, revision=revision, token=token, offline=offline)
-    model = hub.skeleton(folder).to(choose(place, dtype).base)
+    model = hub.skeleton(folder, task, labels).to(choose(place, dtype).base)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     tokenizer = hub.load_tokenizer(folder, model)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from afina import seams
 from afina.adapters.fingerprint import base_fingerprint
 from afina.config import Resolved, TrainSettings
 from afina.data.idle import refuse_idle_data
@@ -327,7 +328,7 @@ class Job:
         if passes.packed:
             dtype = next(self.model.parameters()).dtype
             say.say(f"attention by {attention.backend(passes.device, dtype)}")
-        if passes.head is None:
+        if passes.head is None and seams.classifies(self.model) is None:
             say.say("all logits of a micro-batch are made: the head is not a plain linear")
         return passes
 
