@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import MixtralForCausalLM
 
 from afina.adapters import files
-from afina.errors import AdapterError, TechniqueError
+from afina.adapters.merge import merge
+from afina.errors import AdapterError, ModelError, TechniqueError
 from afina.table import apply
 from afina.techniques.dora import DoRA
 from afina.techniques.lora import LoRA
 from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, expert_sites, grouped
 from afina.tree import Edit
 from tests import battery
+from tests.tiny import byte_tokenizer
 
 BOTH = LoRA(rank=3, target=("experts",))
 MODULES = [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
@@ -193,6 +198,35 @@ def test_merged_it_is_the_sum_and_unmerged_the_base() -> None:
     edit.unmerge()
     assert torch.equal(model.get_parameter(name), weight)
     assert torch.equal(battery.logits(model), changed)
+
+
+def test_on_the_disk_fused_files_are_merged_and_pieces_are_refused(tmp_path: Path) -> None:
+    config = copy.deepcopy(battery.build("mixtral").config)
+    config.vocab_size = 260  # that of the tokenizer, whose prompts the merge looks at
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "pieces")
+    byte_tokenizer().save_pretrained(tmp_path / "pieces")
+    shutil.copytree(tmp_path / "pieces", tmp_path / "fused")
+    whole = {n: p.detach().clone() for n, p in model.named_parameters()}
+    save_file(whole, tmp_path / "fused" / "model.safetensors", {"format": "pt"})
+    edit = apply(model, [LoRA(rank=2, target=("q_proj", "experts"))])
+    randomised(edit)
+    wanted = battery.logits(model)
+    for kind in ("pieces", "fused"):
+        files.save(edit, tmp_path / f"on-{kind}", base=str(tmp_path / kind))
+    merge(tmp_path / "on-fused", out=tmp_path / "merged")
+    again = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    battery.close(battery.logits(again), wanted, 1e-5)
+    with pytest.raises(ModelError, match="in another form") as caught:
+        merge(tmp_path / "on-pieces", out=tmp_path / "other")
+    assert "down_proj" in str(caught.value)
+    assert "edit.merge()" in str(caught.value.cure)
+    edit.merge()
+    edit.keep()
+    model.save_pretrained(tmp_path / "kept")
+    again = type(model).from_pretrained(tmp_path / "kept", dtype=torch.float32)
+    battery.close(battery.logits(again), wanted, 1e-5)
 
 
 def test_a_pattern_chooses_projections_blocks_and_ranks() -> None:

@@ -168,7 +168,12 @@ class _Planner:
 
     def _refuse_unreachable(self) -> None:
         """Raises for a change of a tensor that is not in the files as it is in the model."""
-        wanted = [*(f"{name}.weight" for name in self.changes.deltas), *self.changes.whole]
+        wanted = [
+            f"{name}.{own}"
+            for name, deltas in self.changes.deltas.items()
+            for own in {own: None for delta in deltas for own in delta.weights()}
+        ]
+        wanted += self.changes.whole
         wanted += self.base
         lost = [n for n in wanted if not any(m in self.stored for m in self.group.get(n, [n]))]
         if lost:
@@ -221,7 +226,10 @@ class _Planner:
     def _deltas(self, name: str) -> Sequence[Delta]:
         """The children that change the tensor of that name."""
         target, _, part = name.rpartition(".")
-        return self.changes.deltas.get(target, ()) if part in ("weight", "bias") else ()
+        found = self.changes.deltas.get(target, ())
+        if part == "bias":
+            return found
+        return [delta.weights()[part] for delta in found if part in delta.weights()]
 
     def _changed(self, key: str, name: str, stored: Stored) -> Wanted:
         """The tensor `name` of the model, under `key` in the file; `stored` holds the base's values."""

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +109,7 @@ def one_by_one(
         paths: beside each projection.
     """
     out_ND = torch.zeros_like(x_ND)
-    for expert in index_NK.unique().tolist():
+    for expert in _numbers(cast("Tensor", index_NK.unique())):  # pyright: ignore[reportUnknownMemberType]
         if expert >= experts.num_experts:
             continue  # another process has it
         choice, token = torch.where(index_NK.t() == expert)
@@ -174,9 +174,14 @@ def grouped(rows_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     aligned = all(size * x.element_size() % 16 == 0 for size in weight_EIO.shape[1:])
     if x.dtype != torch.float64 and aligned:
         return F.grouped_mm(x, weight_EIO, offs=ends_E)
-    starts = [0, *ends_E.tolist()]
+    starts = [0, *_numbers(ends_E)]
     pieces = [x[start:end] @ weight_EIO[e] for e, (start, end) in enumerate(pairwise(starts))]
     return torch.cat([*pieces, x.new_zeros(len(x) - starts[-1], weight_EIO.shape[2])])
+
+
+def _numbers(tensor: Tensor) -> list[int]:
+    """Its entries."""
+    return [int(number) for number in tensor]
 
 
 # --- module ----------------------------------------------------------------------------------------------------
@@ -307,7 +312,8 @@ def _register() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
+        functions: Any = ALL_EXPERTS_FUNCTIONS
+        functions.register(IMPLEMENTATION, _forward)
 
 
 def _forward(
@@ -326,4 +332,5 @@ def _plain(module: nn.Module, name: str) -> Callable[..., Tensor]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     own: Any = type(module).forward
-    return ALL_EXPERTS_FUNCTIONS.get_interface(name, own.__wrapped__)
+    functions: Any = ALL_EXPERTS_FUNCTIONS
+    return functions.get_interface(name, own.__wrapped__)
