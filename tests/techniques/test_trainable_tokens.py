@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from afina.adapters import files
-from afina.errors import AdapterError, ConfigError, TechniqueError
+from afina.errors import AdapterError, ConfigError, RunError, TechniqueError
 from afina.table import apply
 from afina.techniques.lora import LoRA
 from afina.techniques.trainable_tokens import TokenRows, TrainableTokens, chosen_rows
+from afina.train.report import Silent
 from afina.tree import Edit
 from tests import battery
 from tests.tiny import byte_tokenizer, tiny_llama
@@ -221,3 +223,70 @@ def test_a_copy_of_a_tied_model_has_rows_of_its_own() -> None:
     assert torch.equal(battery.logits(model), before)
     rows = twin.model.embed_tokens.trainable_tokens.rows
     battery.close(twin.lm_head(hidden)[:, list(CHOSEN)], F.linear(hidden, rows))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_that_no_row_has_stop_no_run_and_are_named(tmp_path: Path, tied: bool) -> None:
+    """Rare tokens are what this is for: the first steps may well be without them. A tied row is in every softmax."""
+    absent = (256, 258)
+    lines: list[str] = []
+    reporter = Silent()
+    reporter.say = lines.append
+    kit.run(
+        tmp_path / "run",
+        TrainableTokens(tokens=absent),
+        model=tiny_llama(tie_word_embeddings=tied),
+        steps=2,
+        options={"reporter": reporter},
+    )
+    said = [line for line in lines if "did not change" in line]
+    assert said == (
+        []
+        if tied
+        else [
+            "trainable_tokens: 2 tokens of 2 did not change, for no row that was seen has them: 256, 258"
+        ]
+    )
+
+
+def test_what_is_never_reached_still_stops_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="did not learn"):
+        kit.run(tmp_path / "run", Idle(tokens=(256,)), model=tiny_llama(), steps=2)
+
+
+class Idle(TrainableTokens):
+    """The control: the same without leave to be silent."""
+
+    def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
+        edit = super().apply(model, undoable=undoable)
+        rows_of(edit).silent_at_times = frozenset
+        return edit
+
+
+@pytest.mark.parametrize("indices", [[3, 9], {"embed_tokens": [9, 31, 2]}])
+@pytest.mark.parametrize("model", ["llama", "llama_tied"])
+def test_rows_in_a_loras_file_of_peft(tmp_path: Path, model: str, indices: Any) -> None:
+    config = LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=["q_proj"],
+        trainable_token_indices=indices,
+        task_type="CAUSAL_LM",
+    )
+    with battery.quiet():
+        peer: Any = get_peft_model(battery.build(model), config)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    with battery.quiet():
+        peer.save_pretrained(str(tmp_path / "there"))
+    mine = battery.build(model)
+    edit = files.load(mine, tmp_path / "there")
+    assert [technique.key for technique in edit.techniques] == ["trainable_tokens", "lora"]
+    battery.close(battery.logits(mine), battery.logits(peer.eval()))
+    battery.differs(battery.logits(mine), battery.base_logits(model))
+    files.save(edit, tmp_path / "here", base="tiny")
+    again = battery.build(model)
+    files.load(again, tmp_path / "here")
+    assert torch.equal(battery.logits(again), battery.logits(mine))

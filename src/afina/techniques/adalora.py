@@ -303,7 +303,7 @@ class AdaLoRADelta(Delta):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """e at nought, P and Q normal, drawn on the CPU in fp32 so that every device gets the same; nothing seen or cut."""
+        """e at nought, P and Q normal, drawn on the CPU in fp32, equal on every device; nothing seen or cut."""
         for name, buffer in self.named_buffers():
             buffer.fill_(float(name == "kept"))
         self.e.zero_()

@@ -22,9 +22,9 @@ from pydantic import Field, StringConstraints, model_validator
 from torch import Tensor, nn
 
 from afina import seams
-from afina.errors import TechniqueError
+from afina.errors import TechniqueError, counted
 from afina.techniques.maps import Beside
-from afina.tree import Delta, Edit, Side
+from afina.tree import Delta, Edit, Seams, Side
 
 Id = Annotated[int, Field(ge=0, strict=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -116,6 +116,29 @@ class TrainableTokens(Beside):
             if isinstance(delta, TokenRows):
                 delta.start(seams.weight_of(edit.model.get_submodule(name)))
 
+    def seams(self, edit: Edit, total_steps: int) -> Seams:
+        """Notes that steps were made."""
+        found = [delta for delta in edit.deltas_of(self).values() if isinstance(delta, TokenRows)]
+
+        def note(step: int) -> None:
+            for delta in found:
+                delta.trained = True
+
+        return Seams(after_step=(note,))
+
+    def outcome(self, edit: Edit) -> list[str]:
+        """The tokens that no row of a run had, so that they stayed what they were."""
+        still: list[int] = []
+        for name, delta in edit.deltas_of(self).items():
+            if isinstance(delta, TokenRows) and delta.trained:
+                still += delta.unmoved(seams.weight_of(edit.model.get_submodule(name)))
+        if not still:
+            return []
+        return [
+            f"trainable_tokens: {counted(len(still), 'token')} of {len(self.tokens)} did not change, for no row "
+            f"that was seen has them: {', '.join(map(str, still[:8]))}{', …' if len(still) > 8 else ''}"
+        ]
+
 
 def _id_of(text: str, known: Mapping[str, int], tokenizer: Any) -> int:
     """The id of a text that is one token."""
@@ -155,7 +178,12 @@ def chosen_rows(ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TokenRows(Delta):
-    """V, beside the embedding, in fp32 whatever the base's dtype (fp64 beside an fp64 base)."""
+    """V, beside the embedding, in fp32 whatever the base's dtype (fp64 beside an fp64 base).
+
+    Attributes:
+        ids: the tokens, one a row.
+        trained: a run made a step with it.
+    """
 
     follows: ClassVar[Mapping[str, Side]] = {"rows": "in"}
     foldable: ClassVar[bool] = True
@@ -163,6 +191,7 @@ class TokenRows(Delta):
     def __init__(self, ids: tuple[int, ...], weight: Tensor) -> None:
         super().__init__()
         self.transposed = True
+        self.trained = False
         self.ids = ids
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.rows = nn.Parameter(
@@ -187,8 +216,18 @@ class TokenRows(Delta):
         """The values of the rows that it stands for."""
         self.rows.copy_(weight_VD[self.places().to(weight_VD.device)])
 
+    def unmoved(self, weight_VD: Tensor) -> list[int]:
+        """The ids whose rows are those that they stand for."""
+        theirs = weight_VD[self.places().to(weight_VD.device)].to(self.rows)
+        moved = (self.rows.detach() != theirs).any(dim=1)
+        return [i for i, row in zip(self.ids, moved, strict=True) if not row]
+
     def reset(self, seed: int) -> None:
         """Nothing is drawn: see `TrainableTokens.init`."""
+
+    def silent_at_times(self) -> frozenset[str]:
+        """The rows, in a step without any of their tokens, unless the head is tied."""
+        return frozenset({"rows"})
 
     def fold_weight(self, weight_OI: Tensor) -> Tensor:
         """The weight (width, vocabulary) with the rows in their columns."""

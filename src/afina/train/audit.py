@@ -27,22 +27,20 @@ def silent_tensors(trainable: Mapping[str, nn.Parameter]) -> tuple[list[str], li
     return missing, zero
 
 
-def audit(
-    trainable: Mapping[str, nn.Parameter], step: int, silent_at_start: Collection[str]
-) -> None:
+def audit(trainable: Mapping[str, nn.Parameter], step: int, may_be_silent: Collection[str]) -> None:
     """Raises when a tensor that should learn got no gradient.
 
     Args:
         trainable: by name, with the gradients of the step.
         step: optimiser step, counted from 0; judged at 0 and 1, later steps pass.
-        silent_at_start: names that may have a zero gradient at step 0.
+        may_be_silent: names that may have a zero gradient at this step.
 
     Raises:
         RunError: naming the tensors.
     """
     if step < AUDITED_STEPS:
         missing, zero = silent_tensors(trainable)
-        refuse_silent(missing, zero, len(trainable), step, silent_at_start)
+        refuse_silent(missing, zero, len(trainable), step, may_be_silent)
 
 
 def refuse_silent(
@@ -50,7 +48,7 @@ def refuse_silent(
     zero: Sequence[str],
     of: int,
     step: int,
-    silent_at_start: Collection[str],
+    may_be_silent: Collection[str],
 ) -> None:
     """The same, of what is known of the gradients.
 
@@ -59,13 +57,12 @@ def refuse_silent(
         zero: names of those whose gradient was all zero.
         of: how many trainable tensors there are.
         step: 0 or 1.
-        silent_at_start: as for `audit`.
+        may_be_silent: as for `audit`.
 
     Raises:
         RunError: naming the tensors.
     """
-    if step == 0:
-        zero = [n for n in zero if n not in silent_at_start]
+    zero = [n for n in zero if n not in may_be_silent]
     if not missing and not zero:
         return
     shown = [f"{n} (no gradient)" for n in missing] + [f"{n} (all zero)" for n in zero]
@@ -75,5 +72,5 @@ def refuse_silent(
         got=", ".join(shown[:5]) + more,
         wanted="a gradient that is not zero in every trainable tensor",
         cure="leave these modules out: --set 'techniques.lora.exclude=[…]' (in Python LoRA(exclude=…), and so for "
-        "full), or look for a part of the model that the loss does not reach",
+        "other techniques), or look for a part of the model that the loss does not reach",
     )

@@ -150,14 +150,20 @@ def _move(
     for after in work.seams.moved:
         after(step, tensors)
     if audited < AUDITED_STEPS:
-        audit(tensors, audited, work.edit.silent_at_start())
+        audit(tensors, audited, _silent(work, audited))
 
 
 def _judge(work: Work, mover: Mover, audited: int) -> None:
     """At the first two moves of a run: asks whether every tensor learns, as `_move` does."""
     if audited < AUDITED_STEPS:
-        every, silent = len(work.edit.trainable()), work.edit.silent_at_start()
-        refuse_silent(mover.missing(), mover.zero, every, audited, silent)
+        every = len(work.edit.trainable())
+        refuse_silent(mover.missing(), mover.zero, every, audited, _silent(work, audited))
+
+
+def _silent(work: Work, audited: int) -> frozenset[str]:
+    """Names of tensors whose gradient may be zero at the first move of a run, or at the second."""
+    at_start = work.edit.silent_at_start() if audited == 0 else frozenset[str]()
+    return at_start | work.edit.silent_at_times()
 
 
 class Gradient(NamedTuple):

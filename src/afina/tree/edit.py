@@ -172,6 +172,14 @@ class Edit:
             for inner in delta.silent_at_start()
         )
 
+    def silent_at_times(self) -> frozenset[str]:
+        """Names of trainable tensors that not every step reaches."""
+        return frozenset(
+            f"{name}.{inner}"
+            for name, delta in self.deltas.items()
+            for inner in delta.silent_at_times()
+        )
+
     @contextmanager
     def disabled(self) -> Generator[None, None, None]:
         """The base model inside the block: children off, tensors trained in place swapped for their originals.

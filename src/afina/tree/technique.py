@@ -114,6 +114,10 @@ class Delta(nn.Module, ABC):
         """Parameters whose gradient is exactly zero at the first step, by construction."""
         return frozenset()
 
+    def silent_at_times(self) -> frozenset[str]:
+        """Parameters whose gradient is zero in a step whose rows have nothing for them."""
+        return frozenset()
+
 
 class _After:
     """Calls the child of that name. Looks it up in the module it is given, so that a deep copy uses its own child."""
