@@ -159,6 +159,14 @@ def test_peft_reads_the_exact_sum(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(battery.logits(model), battery.logits(theirs), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_svd_that_keeps_all_is_the_sum_on_every_kind_of_map(kind: str, tmp_path: Path) -> None:
+    base, sources, wanted = two(kind, tmp_path)
+    made = combine(sources, tmp_path / "c", settings=CombineSettings(method="svd", energy=1.0))
+    assert error(deltas(read_by_peft(base, tmp_path / "c")), wanted) < 1e-12
+    assert made.error < 1e-12
+
+
 def test_ranks_stay_within_the_matrix(tmp_path: Path) -> None:
     _, sources, _ = two("more than a matrix has", tmp_path)
     made = combine(sources, tmp_path / "c")

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from afina.adapters import files
+from afina.adapters.combine import CombineSettings, combine
 from afina.errors import AdapterError
 from afina.table import apply
 from afina.techniques.lora import LoRA
 from tests import battery
-from tests.adapters.kit import WEIGHTS
+from tests.adapters.kit import WEIGHTS, edit_config
 
 
 def work(action: Callable[[], Any]) -> int:
@@ -172,10 +173,20 @@ class Convolved(nn.Module):
 def test_factors_of_a_convolution_are_refused_by_name(tmp_path: Path) -> None:
     with battery.quiet():
         config = LoraConfig(r=2, target_modules=["mix", "out"])
-        made = get_peft_model(Convolved(), config)  # pyright: ignore[reportArgumentType]
-        made.save_pretrained(str(tmp_path))
+        made: Any = get_peft_model(Convolved(), config)  # pyright: ignore[reportArgumentType]
+        made.save_pretrained(str(tmp_path / "a"))
+    edit_config(tmp_path / "a", base_model_name_or_path="tiny/gone")
     model = Convolved()
     before = battery.picture(model)
     with pytest.raises(AdapterError, match=r"mix\.lora_A\.weight: the model has no such place"):
-        files.load(model, tmp_path)
+        files.load(model, tmp_path / "a")
     battery.same_picture(battery.picture(model), before)
+    svd = CombineSettings(method="svd", rank=2)
+    for settings in (CombineSettings(), svd):
+        with pytest.raises(AdapterError, match=r"mix, A \(2, 4, 3\), B \(4, 2, 1\)"):
+            combine({tmp_path / "a": 1.0}, tmp_path / "c", settings=settings)
+    assert not (tmp_path / "c").exists()
+    # The control: PEFT takes it up and fails in the middle of a product.
+    made.load_adapter(str(tmp_path / "a"), adapter_name="b")
+    with pytest.raises(RuntimeError, match="size"):
+        made.add_weighted_adapter(["default", "b"], [1.0, 1.0], "c", combination_type="svd")
