@@ -86,9 +86,9 @@ def command(
 
     The loss is the sum of the token losses over the trained tokens, as in training. Exact match compares a greedy
     answer with the reference, white space around them aside; json_match and field:NAME compare JSON values; accuracy
-    chooses the likeliest of the row's `choices`, by the whole answer and by token; of a classifier it is the share of
-    right classes, with macro_f1 the mean F1 of the classes and the commonest confusions. A run's data is read as its training
-    data was.
+    chooses the likeliest of the row's `choices`, by the whole answer and by token. Of a classifier accuracy is the
+    share of right classes, macro_f1 the mean F1 of the classes, and the commonest confusions are shown. A run's data
+    is read as its training data was.
     """
     wanted = parse_metrics(metrics)
     refuse_unwritable(json_file, rows_out, force=force)

@@ -44,7 +44,7 @@ def tagged(
     numbers = {name: number for number, name in enumerate(known)}
     found = bad.good(examples, lambda one: _masked(tokenizer, one, numbers), lambda one: one.source)
     kept = [example for example, _ in found]
-    return Draft(kept, [one for _, one in found], [()] * len(kept), "tags", "", known)
+    return Draft(kept, [one for _, one in found], [()] * len(kept), "classes", "", known)
 
 
 def _masked(tokenizer: Any, example: Example, numbers: dict[str, int]) -> Masked:
