@@ -115,12 +115,12 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
     "lora": {
         "rank": 2, "alpha": 4.0, "dropout": 0.5, "rslora": True, "loraplus_ratio": 16.0, "target": ("q_proj",),
         "exclude": ("q_proj",), "layers": "0", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2.0},
-        "modules_to_save": ("lm_head",),
+        "modules_to_save": ("lm_head",), "start": "pissa",
     },
     "dora": {
         "rank": 2, "alpha": 4.0, "dropout": 0.5, "rslora": True, "loraplus_ratio": 16.0, "target": ("q_proj",),
         "exclude": ("q_proj",), "layers": "0", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2.0},
-        "modules_to_save": ("lm_head",),
+        "modules_to_save": ("lm_head",), "start": "olora",
     },
     "bitfit": {
         "target": ("q_proj",), "exclude": ("k_proj",), "layers": "0", "modules_to_save": ("lm_head",),

@@ -105,6 +105,13 @@ def fill(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
         if kind.fill is not None:
             kind.fill(part, mine)
             continue
+        if not kind.exact(part):
+            raise AdapterError(
+                "an adapter's file does not hold what trains here, and where it started",
+                got=part.technique.key,
+                wanted="a technique whose tensors are those of the file",
+                cure="start by default, with the file's rank",
+            )
         for key, target in part_tensors(part).items():
             if not target.is_meta:
                 target.copy_(mine[key])

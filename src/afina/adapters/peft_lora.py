@@ -264,9 +264,15 @@ def _tensors(delta: Delta) -> dict[str, Tensor]:
         return peft_experts.tensors_of(delta)
     assert isinstance(delta, LoRADelta)
     more = {_MAGNITUDE: delta.m} if isinstance(delta, DoRADelta) else {}
+    a_RI, b_OR = delta.factors()
     if delta.kind == "embedding":
-        return {"lora_embedding_A": delta.a, "lora_embedding_B": delta.b, **more}
-    return {"lora_A.weight": delta.a, "lora_B.weight": delta.b, **more}
+        return {"lora_embedding_A": a_RI, "lora_embedding_B": b_OR, **more}
+    return {"lora_A.weight": a_RI, "lora_B.weight": b_OR, **more}
+
+
+def _exact(part: Part) -> bool:
+    """Whether the file has what trains, and not a product of it and of where it started."""
+    return not any(isinstance(d, LoRADelta) and d.started for d in part.deltas.values())
 
 
 def _config(part: Part) -> dict[str, Any]:
@@ -275,7 +281,11 @@ def _config(part: Part) -> dict[str, Any]:
     assert isinstance(lora, LoRA)
     deltas = {n: d for n, d in part.deltas.items() if isinstance(d, LoRADelta)}
     paths = peft_experts.paths_of(part.deltas)
-    ranks = {name: delta.rank for name, delta in {**deltas, **paths}.items()}
+    # One that started from the weights is a plain LoRA of twice the rank, at the same scale.
+    ranks = {name: _rank_of(delta) for name, delta in {**deltas, **paths}.items()}
+    if lora.start != "default":
+        alpha = lora.alpha * (math.sqrt(2) if lora.rslora else 2)
+        lora = lora.model_copy(update={"rank": 2 * lora.rank, "alpha": alpha})
     alphas = {name: _alpha(delta, lora) for name, delta in {**deltas, **paths}.items()}
     return {
         "r": lora.rank,
@@ -307,9 +317,14 @@ def patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     }
 
 
+def _rank_of(delta: LoRADelta | ExpertPath) -> int:
+    """The rank that a place has in the file."""
+    return delta.factors()[0].shape[0] if isinstance(delta, LoRADelta) else delta.rank
+
+
 def _alpha(delta: LoRADelta | ExpertPath, lora: LoRA) -> float:
     """The alpha of one place; the technique's own where the scale says that, free of rounding."""
-    alpha = delta.scaling * (delta.rank**0.5 if lora.rslora else delta.rank)
+    alpha = delta.scaling * (_rank_of(delta) ** 0.5 if lora.rslora else _rank_of(delta))
     return lora.alpha if math.isclose(alpha, lora.alpha, rel_tol=1e-12) else round(alpha, 9)
 
 
@@ -340,6 +355,7 @@ LORA = Kind(
     misfit=_misfit,
     technique_of=_technique_of,
     variant=lambda config: config.get("use_dora") is not True,
+    exact=_exact,
 )
 
 DORA_NAME = "LORA with use_dora"

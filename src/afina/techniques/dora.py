@@ -62,7 +62,7 @@ class DoRA(LoRA):
 
     def delta(self, site: seams.MapSite, rank: int, scaling: float) -> DoRADelta:
         """What is attached at one map."""
-        return DoRADelta(site, rank, scaling, self.dropout)
+        return DoRADelta(site, rank, scaling, self.dropout, started=self.start != "default")
 
     def init(self, edit: Edit, *, seed: int) -> None:
         """A and B as LoRA's; the magnitudes are the lengths of the base's rows."""
@@ -130,8 +130,16 @@ class DoRADelta(LoRADelta):
 
     follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out", "m": "out"}
 
-    def __init__(self, site: seams.MapSite, rank: int, scaling: float, dropout: float) -> None:
-        super().__init__(site, rank, scaling, dropout)
+    def __init__(
+        self,
+        site: seams.MapSite,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        *,
+        started: bool = False,
+    ) -> None:
+        super().__init__(site, rank, scaling, dropout, started=started)
         self.m = nn.Parameter(
             torch.ones(site.out_features, dtype=self.b.dtype, device=self.b.device)
         )
@@ -139,11 +147,12 @@ class DoRADelta(LoRADelta):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The rows of base and change together, at the lengths m."""
+        a_RI, b_OR = self.factors()
         if self.kind == "embedding":
-            rows = low_rank_rows(x, self.a, self.b, self.scaling * self.multiplier)
+            rows = low_rank_rows(x, a_RI, b_OR, self.scaling * self.multiplier)
             return rescaled(y + rows.to(y.dtype), self.m, self.norms(base), None)
         dropout = self.dropout if self.training else 0.0
-        z = low_rank_add(x, y, self.a, self.b, self.scaling, dropout=dropout)
+        z = low_rank_add(x, y, a_RI, b_OR, self.scaling, dropout=dropout)
         return rescaled(z, self.m, self.norms(base), getattr(base, "bias", None))
 
     def norms(self, base: nn.Module) -> Tensor:
@@ -167,7 +176,7 @@ class DoRADelta(LoRADelta):
 
     def _norms(self, base: nn.Module) -> Tensor:
         weight = seams.weight_of(base)
-        return row_norms(weight, self.a, self.b, self.scaling, turned=self.transposed)
+        return row_norms(weight, *self.factors(), self.scaling, turned=self.transposed)
 
     @torch.no_grad()
     def measure(self, base: nn.Module) -> None:
@@ -178,7 +187,8 @@ class DoRADelta(LoRADelta):
     def fold_weight(self, weight_OI: Tensor) -> Tensor:
         """(m / ‖W + s B A‖) (W + s B A)."""
         wide = weight_OI.dtype
-        weight_OI.addmm_(self.b.to(wide), self.a.to(wide), alpha=self.scaling)
+        a_RI, b_OR = (factor.to(wide) for factor in self.factors())
+        weight_OI.addmm_(b_OR, a_RI, alpha=self.scaling)
         norms_O = weight_OI.square().sum(1).clamp_min(torch.finfo(wide).tiny).sqrt()
         return weight_OI.mul_((self.m.to(wide) / norms_O)[:, None])
 

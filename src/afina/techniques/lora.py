@@ -5,19 +5,29 @@
 A (r × in) starts uniform in ±1/sqrt(in) and B (out × r) at zero, so the model starts as the base, bit for bit. On an
 embedding the roles turn: A (r × vocabulary) starts at zero and B (width × r) normal.
 
+Other starts read the weights (`start`): A₀, B₀ are the largest singular directions of W (`pissa`), s B₀ A₀ = U S V, or
+the first columns and rows of its QR decomposition (`olora`). The papers take that part out of the base; here it is
+taken out of the change, so that the base is never edited, and is what an adapter leaves that is off:
+
+    y = W x + s · (B A - B₀ A₀) x = W x + s · [B, B - B₀] [A - A₀; A₀] x
+
+The second form is zero at the start, bit for bit, and is how such an adapter is saved: a plain LoRA of twice the rank.
+The gradients of A and B are those of the papers' W - s B₀ A₀ beside s B A.
+
 Legend: W (out × in) frozen weight, x input, r rank, s scale.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
 The scale alpha / sqrt(r): Kalajdzievski 2023, arXiv 2312.03732. A larger learning rate for B: Hayou et al. 2024,
 "LoRA+", arXiv 2402.12354. Defaults (all linears, alpha 32, alpha / r, no dropout):
-Thinking Machines 2025, "LoRA Without Regret".
+Thinking Machines 2025, "LoRA Without Regret". Starts: Meng et al. 2024, "PiSSA", arXiv 2404.02948, section 3;
+Büyükakyüz 2024, "OLoRA", arXiv 2406.01775, section 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +36,7 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.errors import TechniqueError, counted
+from afina.ops import svd
 from afina.ops.lowrank import low_rank_add
 from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, ExpertSite, expert_sites
 from afina.techniques.maps import OnMaps, per_site, refuse_large_ranks
@@ -61,6 +72,22 @@ class LoRA(OnMaps):
         default={}, description="pattern -> alpha of those modules"
     )
 
+    start: Literal["default", "pissa", "olora"] = Field(
+        default="default",
+        description="of A and B: random and zero; or directions of the weight itself, by SVD (pissa) or QR (olora)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_loftq(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("start") == "loftq":
+            raise ValueError(
+                "start cannot be loftq: it makes up for what rounding took off the weights, and chooses the rounded "
+                "ones anew, for which the unrounded are needed; a quantised base has them no more. pissa starts from "
+                "the rounded weights"
+            )
+        return given
+
     @model_validator(mode="after")
     def _check(self) -> LoRA:
         if any(rank < 1 for rank in self.rank_pattern.values()):
@@ -85,6 +112,7 @@ class LoRA(OnMaps):
         ranks = per_site(names, self.rank_pattern, self.rank, f"{self.key}.rank_pattern")
         alphas = per_site(names, self.alpha_pattern, self.alpha, f"{self.key}.alpha_pattern")
         refuse_large_ranks(self.key, sites, ranks)
+        self._refuse_start([s.name for s in sites if s.kind == "embedding"], bool(experts))
         with Edit(model, [self]).whole() as edit:
             for site in sites:
                 rank = ranks[site.name]
@@ -150,7 +178,31 @@ class LoRA(OnMaps):
 
     def delta(self, site: seams.MapSite, rank: int, scaling: float) -> LoRADelta:
         """What is attached at one map."""
-        return LoRADelta(site, rank, scaling, self.dropout)
+        return LoRADelta(site, rank, scaling, self.dropout, started=self.start != "default")
+
+    def init(self, edit: Edit, *, seed: int) -> None:
+        """See `Technique.init`; other starts than the default read the base's weights."""
+        super().init(edit, seed=seed)
+        for name, delta in edit.deltas.items():
+            if isinstance(delta, LoRADelta) and self.start != "default":
+                base = edit.model.get_submodule(name.rpartition(".")[0])
+                weight = seams.weight_of(base)
+                weight_OI = weight.t() if delta.transposed else weight
+                if self.start == "pissa":
+                    b_OR, a_RI = principal(weight_OI, delta.rank, seed=seed_of(seed, name))
+                else:
+                    b_OR, a_RI = orthogonal(weight_OI, delta.rank)
+                # Both have s in them: B A is the wanted part over s for PiSSA, and as it is for OLoRA.
+                share = delta.scaling**-0.5 if self.start == "pissa" else 1.0
+                delta.begin(b_OR * share, a_RI * share)
+
+    def _refuse_start(self, embeddings: list[str], experts: bool) -> None:
+        if self.start != "default" and (embeddings or experts):
+            raise TechniqueError(
+                f"{self.key}.start = {self.start} is for linears",
+                got=", ".join(embeddings[:3]) or "fused experts",
+                cure=f"leave them out of {self.key}.target, or start by default",
+            )
 
     def lr_scale(self, name: str) -> float:
         """LoRA+: B learns `loraplus_ratio` times as fast as A."""
@@ -187,6 +239,18 @@ def low_rank_rows(ids: Tensor, a_RV: Tensor, b_DR: Tensor, scaling: float) -> Te
     return F.linear(F.embedding(ids, a_RV.t()) * scaling, b_DR)
 
 
+def principal(weight_OI: Tensor, rank: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """B (out, r) and A (r, in) whose product is the best approximation of a weight: U √S and √S V. In fp64."""
+    return svd.factors(svd.best(weight_OI, rank=rank, seed=seed), rank)
+
+
+def orthogonal(weight_OI: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B (out, r) and A (r, in): the first columns of Q and rows of R, where Q R is the weight. In fp64."""
+    qr: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.linalg.qr  # pyright: ignore[reportUnknownMemberType]
+    q_OK, r_KI = qr(weight_OI.double())
+    return q_OK[:, :rank], r_KI[:rank]
+
+
 # --- module ----------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +260,18 @@ class LoRADelta(Delta):
     follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out"}
     foldable: ClassVar[bool] = True
 
-    def __init__(self, site: seams.MapSite, rank: int, scaling: float, dropout: float) -> None:
+    a0: Tensor | None
+    b0: Tensor | None
+
+    def __init__(
+        self,
+        site: seams.MapSite,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        *,
+        started: bool = False,
+    ) -> None:
         super().__init__()
         weight = site.module.get_parameter("weight")
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -215,6 +290,31 @@ class LoRADelta(Delta):
         self.b = nn.Parameter(
             torch.zeros(site.out_features, rank, dtype=dtype, device=weight.device)
         )
+        # Where they were set to start; None for the default, which starts at no change.
+        for name, own in (("a0", self.a), ("b0", self.b)):
+            start = torch.zeros_like(own, requires_grad=False) if started else None
+            self.register_buffer(name, start, persistent=False)
+
+    @property
+    def started(self) -> bool:
+        """Whether it started from the weight."""
+        return self.a0 is not None
+
+    @torch.no_grad()
+    def begin(self, b_OR: Tensor, a_RI: Tensor) -> None:
+        """Starts from these values, at no change."""
+        assert self.a0 is not None
+        assert self.b0 is not None
+        for mine, value in ((self.a, a_RI), (self.b, b_OR)):
+            mine.copy_(value)
+        self.a0.copy_(self.a)
+        self.b0.copy_(self.b)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B of the plain LoRA that does the same: the own, or [A - A₀; A₀] and [B, B - B₀]."""
+        if self.a0 is None or self.b0 is None:
+            return self.a, self.b
+        return torch.cat([self.a - self.a0, self.a0]), torch.cat([self.b, self.b - self.b0], dim=1)
 
     @property
     def rank(self) -> int:
@@ -223,11 +323,12 @@ class LoRADelta(Delta):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The base's output `y` and the change beside it."""
+        a_RI, b_OR = self.factors()
         if self.kind == "embedding":
             scaling = self.scaling * self.multiplier
-            return y + low_rank_rows(x, self.a, self.b, scaling).to(y.dtype)
+            return y + low_rank_rows(x, a_RI, b_OR, scaling).to(y.dtype)
         dropout = self.dropout if self.training else 0.0
-        return low_rank_add(x, y, self.a, self.b, self.scaling, dropout=dropout)
+        return low_rank_add(x, y, a_RI, b_OR, self.scaling, dropout=dropout)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -244,10 +345,13 @@ class LoRADelta(Delta):
     def weight_delta(self) -> Tensor:
         """s · B A as (out, in); for an embedding (width, vocabulary)."""
         wide = torch.promote_types(self.a.dtype, torch.float32)
-        return self.scaling * (self.b.detach().to(wide) @ self.a.detach().to(wide))
+        a_RI, b_OR = (factor.detach().to(wide) for factor in self.factors())
+        return self.scaling * (b_OR @ a_RI)
 
     def silent_at_start(self) -> frozenset[str]:
-        """The side that meets a zero factor: A beside a linear, B beside an embedding."""
+        """The side that meets a zero factor: A beside a linear, B beside an embedding; none after another start."""
+        if self.started:
+            return frozenset()
         return frozenset({"b" if self.kind == "embedding" else "a"})
 
 
