@@ -95,6 +95,22 @@ def test_cached_steps_are_as_the_whole(technique: Technique, name: str) -> None:
     differs(elsewhere[:, 2:], whole[:, 2:])
 
 
+@every
+def test_decoding_that_cuts_its_cache_answers_the_same(technique: Technique) -> None:
+    model = moved("llama", technique)
+    again = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9, 7]])
+    given: Any = {
+        "input_ids": again,
+        "attention_mask": torch.ones_like(again),
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    plain = model.generate(**given)
+    assert torch.equal(model.generate(**given, prompt_lookup_num_tokens=3), plain)
+    assert torch.equal(model.generate(**given, num_beams=1, use_cache=False), plain)
+
+
 @pytest.mark.parametrize("key", ["prompt", "prefix"])
 def test_a_window_that_forgets_forgets_the_front_too(key: str) -> None:
     torch.manual_seed(0)
@@ -332,6 +348,17 @@ def test_resumed_in_mid_run_it_is_the_same_run(technique: Technique, tmp_path: P
     assert set(started.trainable()) >= set(loaded.trainable())
 
 
+def test_a_network_of_another_form_does_not_go_on(tmp_path: Path) -> None:
+    options = {"seams": kit.stop_after(3)}
+    with pytest.raises(kit.Stop):
+        kit.run(tmp_path, PTuning(tokens=3), steps=4, save_every=2, options=options)
+    other = PTuning(tokens=3, network="lstm")
+    again = {"resume": True, "allow_changes": True}
+    with pytest.raises(AfinaError) as caught:
+        kit.run(tmp_path, other, steps=4, save_every=2, options=again)
+    assert "p_tuning" in str(caught.value)
+
+
 @every
 def test_a_run_learns(technique: Technique, tmp_path: Path) -> None:
     found = kit.run(tmp_path / "run", technique, steps=12, lr=1e-1, rows_per_step=10)
@@ -440,6 +467,16 @@ def test_a_mask_of_other_dimensions_is_refused(technique: Technique) -> None:
     with pytest.raises(ModelError, match="of a fixed size") as caught:
         model.generate(input_ids=IDS, max_new_tokens=2, cache_implementation="static")
     assert "'dynamic'" in str(caught.value.cure)
+
+
+@every
+def test_a_cache_without_the_places_is_refused(technique: Technique) -> None:
+    model = build("llama")
+    edit = apply(model, [technique])
+    with edit.disabled():
+        bare = model(input_ids=IDS[:, :3], use_cache=True).cache
+    with pytest.raises(ModelError, match="the places in front left out"):
+        model(input_ids=IDS[:, 3:], attention_mask=torch.ones_like(IDS), cache=bare)
 
 
 def test_a_prefix_that_does_not_arrive_is_an_error() -> None:

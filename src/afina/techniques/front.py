@@ -273,6 +273,13 @@ def _make_room(
                 got=tuple(what.shape) if isinstance(what, Tensor) else type(what).__name__,
                 wanted="(rows, tokens)",
             )
+    if past and mask_BS is not None and mask_BS.shape[1] + front != past + length:
+        raise ModelError(
+            "the mask is not as long as the cache and the tokens behind it, the places in front left out",
+            got=mask_BS.shape[1],
+            wanted=past + length - front,
+            cure="fill the cache with the same techniques on",
+        )
     first = seams.first_position(module)
     if positions_BT is None and mask_BS is not None and "position_ids" in names:
         # A row's own tokens stand right behind the front, on whichever side it is padded.
