@@ -268,8 +268,8 @@ def test_a_layer_that_is_not_there_is_not_taken_for_another(tmp_path: Path) -> N
     ("key", "value"),
     [
         ("lora_bias", True), ("use_qalora", True), ("bias", "all"),
-        ("layer_replication", [[0, 1]]), ("target_parameters", ["x"]), ("alora_invocation_tokens", [1]),
-        ("trainable_token_indices", [1]), ("arrow_config", {}), ("kasa_config", {"x": 1}),
+        ("layer_replication", [[0, 1]]), ("alora_invocation_tokens", [1]),
+        ("arrow_config", {}), ("kasa_config", {"x": 1}),
         ("velora_config", {"x": 1}), ("monteclora_config", {"x": 1}), ("use_bdlora", {"x": 1}),
         ("brand_new", 3), ("brand_new", "on"), ("brand_new", [1]),
     ],
@@ -281,6 +281,21 @@ def test_a_variant_or_an_unknown_setting_is_refused(tmp_path: Path, key: str, va
     said = refused(tmp_path, build("llama"))
     assert f"{key} = {value!r}" in said
     assert ("a variant this version" in said) != (key == "brand_new")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("target_parameters", ["x"], "target_parameters = ['x']"),
+        ("trainable_token_indices", [1], "names it, and the file lacks it"),
+    ],
+)
+def test_experts_and_tokens_that_the_file_lacks(
+    tmp_path: Path, key: str, value: Any, why: str
+) -> None:
+    peer("llama", tmp_path, **ATTENTION)
+    edit_config(tmp_path, **{key: value})
+    assert why in refused(tmp_path, build("llama"))
 
 
 def test_every_setting_of_peft_is_known(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from afina.adapters.peft_adalora import ADALORA
 from afina.adapters.peft_ia3 import IA3_KIND
 from afina.adapters.peft_lora import DORA, DORA_NAME, LORA
 from afina.adapters.peft_prompt import P_TUNING, PREFIX_KIND, PROMPT
-from afina.adapters.peft_tokens import TOKENS
+from afina.adapters.peft_tokens import TOKENS, beside_lora, has_tokens
 from afina.adapters.placing import Placed, place
 from afina.adapters.rounded import differences
 from afina.errors import AdapterError, ConfigError, counted
@@ -98,9 +98,14 @@ def fit(
     if read is None:
         base = (base[0], (*base[1], *differences(model, folder)))
     parts = stacked(folder, config)
-    if parts is None:
+    if parts is not None:
+        found = {k: _fit_one(model, f, read_config(f), base, told) for k, f in parts.items()}
+    elif has_tokens(config):
+        two = beside_lora(config, read_tensors(folder))
+        every = [_fit_one(model, folder, c, base, told, tensors) for c, tensors in two]
+        found = {fitted.techniques[0].key: fitted for fitted in every}
+    else:
         return _fit_one(model, folder, config, base, told)
-    found = {k: _fit_one(model, f, read_config(f), base, told) for k, f in parts.items()}
     return Fitted(
         tuple(technique for fitted in found.values() for technique in fitted.techniques),
         {f"{key}/{name}": t for key, fitted in found.items() for name, t in fitted.tensors.items()},
@@ -119,11 +124,16 @@ class _Told:
 
 
 def _fit_one(
-    model: nn.Module, folder: Path, config: Mapping[str, Any], base: _OfBase, told: _Told
+    model: nn.Module,
+    folder: Path,
+    config: Mapping[str, Any],
+    base: _OfBase,
+    told: _Told,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> Fitted:
     """The adapter of one technique in `folder`, fitted."""
     kind = refuse_settings(config, KINDS, folder / CONFIG)
-    tensors = read_tensors(folder)
+    tensors = read_tensors(folder) if tensors is None else tensors
     cure = None if told.allow_partial else told.cure
     try:
         if kind.read is not None:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from afina.adapters.kinds import Config, Parts, named
+from afina.errors import AdapterError
 from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, ExpertSite, expert_sites
 
 INNER = "base_layer."
@@ -43,6 +44,26 @@ def named_modules(model: nn.Module, config: Config, seen: Mapping[str, str]) -> 
         for site in expert_sites(model)
         if named(patterns, f"{seen[site.module]}.{site.projection}")
     }
+
+
+def refuse_unknown(model: nn.Module, config: Config, seen: Mapping[str, str]) -> None:
+    """Raises for a name in `target_parameters` that is none of a fused expert's tensor.
+
+    Raises:
+        AdapterError: naming it.
+    """
+    names = [f"{seen[site.module]}.{site.projection}" for site in expert_sites(model)]
+    lost = [
+        pattern
+        for pattern in config.get("target_parameters") or []
+        if not any(named([pattern], name) for name in names)
+    ]
+    if lost:
+        raise AdapterError(
+            f"target_parameters = {lost}: not what this model has as fused experts",
+            wanted=", ".join(names[:4]) or "none: it has no fused experts that LoRA reaches",
+            cure="load the base model that adapter_config.json names",
+        )
 
 
 def layers(sites: Sites, parts: Parts, wanted: Sequence[str] = ()) -> dict[str, ExpertSite]:

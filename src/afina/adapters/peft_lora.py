@@ -173,6 +173,7 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> LoRA:
     Raises:
         AdapterError: when the ranks of the file are others than those of the configuration.
     """
+    peft_experts.refuse_unknown(model, config, places.seen)
     ranks, seen = _ranks(model, config, places)
     said = {n: pattern(config.get("rank_pattern"), seen[n], config["r"]) for n in ranks}
     alphas = {n: pattern(config.get("alpha_pattern"), seen[n], config["lora_alpha"]) for n in ranks}

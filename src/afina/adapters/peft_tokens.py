@@ -4,6 +4,7 @@
 |---|---|---|
 | embedding | `trainable_tokens_delta` | (tokens, width), the rows themselves, in the order of `token_indices` |
 
+In a LoRA's file they end in `token_adapter.trainable_tokens_delta`; such a file is read as two techniques.
 A tied head has the same rows. PEFT writes them a second time under its name, and reads them without.
 
 Source: the files that PEFT 0.21.2 writes.
@@ -25,6 +26,9 @@ from afina.techniques.trainable_tokens import TokenRows, TrainableTokens
 from afina.tree import Delta
 
 ROWS = "trainable_tokens_delta"
+
+_BESIDE = ".token_adapter."
+"""In a LoRA's file the rows are in a child of the embedding."""
 
 _ALLOWED = Allowed(
     needed=("token_indices",),
@@ -109,6 +113,42 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> Trainable
                 got=f"{len(parts[ROWS])} and {len(ids)}",
             )
     return TrainableTokens(tokens=tuple(ids), modules_to_save=tuple(places.whole))
+
+
+def has_tokens(config: Config) -> bool:
+    """Whether this is a LoRA that has the rows of tokens too."""
+    return config.get("peft_type") == "LORA" and bool(config.get("trainable_token_indices"))
+
+
+def beside_lora(
+    config: Config, tensors: Mapping[str, Tensor]
+) -> tuple[tuple[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Takes a LoRA's file apart that has the rows of tokens too (`trainable_token_indices`).
+
+    Returns:
+        Configuration and tensors of the tokens, and those of the LoRA.
+
+    Raises:
+        AdapterError: rows of other modules than one embedding.
+    """
+    indices = config["trainable_token_indices"]
+    table: dict[str, Any] = indices if isinstance(indices, dict) else {"": indices}
+    if len(table) > 1 or not all(isinstance(ids, list) for ids in table.values()):
+        raise AdapterError(
+            "trainable_token_indices of a LoRA",
+            got=str(table)[:120],
+            wanted="ids, for one embedding",
+        )
+    ((module, ids),) = table.items()
+    common = {k: config[k] for k in ("base_model_name_or_path", "revision") if k in config}
+    kind = {"peft_type": "TRAINABLE_TOKENS", "token_indices": ids}
+    target = {"target_modules": [module]} if module else {}
+    rows = {k.replace(_BESIDE, "."): t for k, t in tensors.items() if _BESIDE in k}
+    rest = {k: v for k, v in config.items() if k != "trainable_token_indices"}
+    return ({**common, **kind, **target}, rows), (
+        rest,
+        {k: t for k, t in tensors.items() if _BESIDE not in k},
+    )
 
 
 def _tensors(delta: Delta) -> dict[str, Tensor]:
