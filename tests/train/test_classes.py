@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,14 @@ from transformers import (
 import afina
 from afina.adapters import files
 from afina.adapters.card import head_of_base
+from afina.cli import main
+from afina.data.dataset import prepare
+from afina.data.masks import Masked
 from afina.data.packing import collate
-from afina.errors import DataError, ModelError
+from afina.data.tags import cut
+from afina.errors import ConfigError, DataError, ModelError
+from afina.evaluate.classes import Confusion
+from afina.evaluate.measured import measured
 from afina.models.forward import trained_losses
 from afina.train import classes
 from afina.types import IGNORE, Row
@@ -222,3 +229,82 @@ def test_packing_is_off_and_said() -> None:
     assert settings.packing
     assert not classes.unpacked(build("bert"), settings).packing
     assert classes.unpacked(battery.build("llama"), settings).packing
+
+
+@pytest.mark.parametrize("kind", ["bert", "tags"])
+def test_accuracy_may_choose_the_best_weights(kind: str, tmp_path: Path) -> None:
+    rows = rows_of(kind)
+    settings = afina.EvalSettings()
+    assert measured(rows, settings, tokenizer()) == ("loss", "accuracy")
+    model, words = build(kind), tokenizer()
+    edit = afina.apply(model, [afina.LoRA(rank=2)])
+    options = afina.RunOptions(
+        evaluate=lambda model, rows: {"accuracy": afina.evaluate(model, words, rows).accuracy or 0},
+        measured=lambda rows: measured(rows, settings, words),
+    )
+    run = afina.train(
+        model, words, data_of(kind), edit, tmp_path / "run", val=data_of(kind)[:4], options=options,
+        steps=2, best="accuracy",
+    )  # fmt: skip
+    assert run.scores["accuracy"] == afina.evaluate(model, words, data_of(kind)[:4]).accuracy
+
+
+def test_confusion_and_macro_f1_by_hand() -> None:
+    pairs = [(0, 0), (0, 0), (0, 1), (1, 1), (1, 0), (2, 1)]
+    found = Confusion.of(("a", "b", "c", "d"), pairs)
+    assert found.counts[0] == (2, 1, 0, 0)
+    assert found.accuracy == 3 / 6
+    # a: 2·2/(3+3); b: 2·1/(2+3); c: 0; d does not occur.
+    assert found.f1 == {"a": 4 / 6, "b": 2 / 5, "c": 0.0}
+    assert found.macro_f1 == pytest.approx((4 / 6 + 2 / 5 + 0) / 3)
+    assert found.worst(2) == [("a", "b", 1), ("b", "a", 1)]
+
+
+def test_a_words_tag_is_at_its_first_token_and_a_cut_row_keeps_its_end() -> None:
+    words = tokenizer()
+    found = prepare(WORDS, words, afina.DataSettings()).rows[0]
+    # One token a byte: "say" has three, of which the first is tagged.
+    assert found.tags is not None
+    assert found.tags[:3] == (0, IGNORE, IGNORE)
+    assert sum(tag != IGNORE for tag in found.tags) == found.trained_tokens == 3
+    masked = Masked((5, 6, 7, 257), (False,) * 4, (), tags=(1, 0, 2, IGNORE))
+    assert cut(words, masked, 3) == ((5, 6, 257), (1, 0, IGNORE))
+    with pytest.raises(DataError, match="one tag"):
+        prepare([{"tokens": ["a", "b"], "tags": ["O"]}], words, afina.DataSettings())
+
+
+def test_loading_gives_the_head_and_its_names(tmp_path: Path) -> None:
+    model = build("bert").float()
+    model.bert.save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    made, _ = afina.load(tmp_path / "base", labels=["no", "yes"], dtype="fp32", device="cpu")
+    again, _ = afina.load(tmp_path / "base", labels=["no", "yes"], dtype="fp32", device="cpu")
+    assert made.config.id2label == {0: "no", 1: "yes"}
+    assert torch.equal(made.classifier.weight, again.classifier.weight)
+    tags, _ = afina.load(tmp_path / "base", task="token_classification", labels=["no", "yes"])
+    assert type(tags) is BertForTokenClassification
+    made.save_pretrained(tmp_path / "tuned")
+    tokenizer().save_pretrained(tmp_path / "tuned")
+    kept, _ = afina.load(tmp_path / "tuned", labels=["yes", "no"], dtype="fp32", device="cpu")
+    assert kept.config.id2label == {0: "no", 1: "yes"}
+    for wrong in (["a", "a"], "ab", [], ["a", 1]):
+        with pytest.raises(ConfigError, match="names of the classes"):
+            afina.load(tmp_path / "base", labels=wrong)  # type: ignore[arg-type]
+
+
+def test_the_verbs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build("bert").float().bert.save_pretrained("base")
+    tokenizer().save_pretrained("base")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    given = ["base", "rows.jsonl", "--steps", "3", "--set", "train.compile=false"]
+    assert main(["check", *given, "--quick"]) == 0
+    assert main(["train", *given, "-o", "run", "--lr", "1e-2"]) == 0
+    assert "next: afina eval run" in capsys.readouterr().err
+    assert main(["eval", "run", "rows.jsonl", "--json", "scores.json", "--beside-base"]) == 0
+    assert "macro_f1" in capsys.readouterr().out
+    scores = json.loads(Path("scores.json").read_text())
+    assert scores["confusion"]["labels"] == ["aa", "bb", "cc"]
+    assert sum(map(sum, scores["confusion"]["counts"])) == len(TEXTS)
