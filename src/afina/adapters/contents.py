@@ -105,7 +105,7 @@ def fill(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
         if kind.fill is not None:
             kind.fill(part, mine)
             continue
-        if not kind.exact(part):
+        if kind.computed(part):
             raise AdapterError(
                 "an adapter's file does not hold what trains here, and where it started",
                 got=part.technique.key,

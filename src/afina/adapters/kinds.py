@@ -102,6 +102,7 @@ class Kind:
         fill: gives a part the values of such tensors; None copies each into the one of its key.
         read: (base, configuration, tensors) -> what they are; None goes by places.
         variant: whether a configuration with this `peft_type` is of this kind, where several kinds share the word.
+        computed: the file's tensors are made of those that train, so that they cannot be put back into them.
         exact: the file has all that a run needs of the tensors that train, to go on from.
     """
 
@@ -121,6 +122,7 @@ class Kind:
     fill: Callable[[Part, Mapping[str, Tensor]], None] | None = None
     read: Callable[[nn.Module, Config, Mapping[str, Tensor]], Found] | None = None
     variant: Callable[[Config], bool] = lambda config: True
+    computed: Callable[[Part], bool] = lambda part: False
     exact: Callable[[Part], bool] = lambda part: True
 
 

@@ -271,9 +271,9 @@ def _tensors(delta: Delta) -> dict[str, Tensor]:
     return {"lora_A.weight": a_RI, "lora_B.weight": b_OR, **more}
 
 
-def _exact(part: Part) -> bool:
-    """Whether the file has what trains, and not a product of it and of where it started."""
-    return not any(isinstance(d, LoRADelta) and d.started for d in part.deltas.values())
+def _computed(part: Part) -> bool:
+    """Whether the file has a product of what trains and of where it started."""
+    return any(isinstance(d, LoRADelta) and d.started for d in part.deltas.values())
 
 
 def _config(part: Part) -> dict[str, Any]:
@@ -356,7 +356,8 @@ LORA = Kind(
     misfit=_misfit,
     technique_of=_technique_of,
     variant=lambda config: config.get("use_dora") is not True,
-    exact=_exact,
+    computed=_computed,
+    exact=lambda part: not _computed(part),
 )
 
 DORA_NAME = "LORA with use_dora"

@@ -13,8 +13,8 @@ Masked Language-models", arXiv 2106.10199, section 3: all biases of the encoder,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -84,7 +84,7 @@ class BitFit(OnMaps):
         layers = seams.chosen_layers(model, self.layers, setting=f"{self.key}.layers")
         found = [
             name
-            for name, _ in model.named_modules()
+            for name in _modules(model)
             if name in chosen
             and not f"{name}.".startswith(whole)
             and self._in_layers(model, name, layers)
@@ -108,14 +108,18 @@ class BitFit(OnMaps):
 def biased_norms(model: nn.Module) -> list[str]:
     """Names of the modules, maps apart, that have a bias of one dimension: the norms."""
     maps = {site.name for site in seams.map_sites(model)}
-    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
     found: list[str] = []
-    for name, module in named:
+    for name, module in _modules(model).items():
         own = dict(module.named_parameters(recurse=False))
         attached = any(isinstance(parent, Delta) for parent in (module, _parent(model, name)))
         if name not in maps and not attached and {"weight", "bias"} <= own.keys():
             found += [name] if own["bias"].dim() == 1 else []
     return found
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    named: Any = model.named_modules()
+    return dict(named)
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:

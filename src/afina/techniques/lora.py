@@ -26,8 +26,8 @@ Büyükakyüz 2024, "OLoRA", arXiv 2406.01775, section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -80,13 +80,13 @@ class LoRA(OnMaps):
     @model_validator(mode="before")
     @classmethod
     def _refuse_loftq(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("start") == "loftq":
+        if isinstance(given, dict) and cast("dict[str, Any]", given).get("start") == "loftq":
             raise ValueError(
                 "start cannot be loftq: it makes up for what rounding took off the weights, and chooses the rounded "
                 "ones anew, for which the unrounded are needed; a quantised base has them no more. pissa starts from "
                 "the rounded weights"
             )
-        return given
+        return cast("Any", given)
 
     @model_validator(mode="after")
     def _check(self) -> LoRA:
@@ -246,8 +246,9 @@ def principal(weight_OI: Tensor, rank: int, *, seed: int = 0) -> tuple[Tensor, T
 
 def orthogonal(weight_OI: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """B (out, r) and A (r, in): the first columns of Q and rows of R, where Q R is the weight. In fp64."""
-    qr: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.linalg.qr  # pyright: ignore[reportUnknownMemberType]
-    q_OK, r_KI = qr(weight_OI.double())
+    linalg: Any = torch.linalg
+    factors: tuple[Tensor, Tensor] = linalg.qr(weight_OI.double())
+    q_OK, r_KI = factors
     return q_OK[:, :rank], r_KI[:rank]
 
 
