@@ -162,7 +162,9 @@ def test_refusals() -> None:
     both = TrainableTokens(tokens=(3,), modules_to_save=("embed_tokens",))
     with pytest.raises(TechniqueError, match="trains whole"):
         apply(battery.build("llama"), [both])
-    for wrong in ((3, 3), (-1,), ()):
+    with pytest.raises(TechniqueError, match="names no token"):
+        apply(battery.build("llama"), [TrainableTokens()])
+    for wrong in ((3, 3), (-1,)):
         with pytest.raises(ConfigError):
             TrainableTokens(tokens=wrong)
 

@@ -36,7 +36,7 @@ class TrainableTokens(Beside):
     key: ClassVar[str] = "trainable_tokens"
 
     tokens: tuple[Id | Text, ...] = Field(
-        min_length=1, description="the tokens: ids, or texts that are one token each"
+        default=(), description="the tokens, at least one: ids, or texts that are one token each"
     )
 
     @model_validator(mode="after")
@@ -92,6 +92,12 @@ class TrainableTokens(Beside):
         return edit
 
     def _ids(self, vocabulary: int) -> tuple[int, ...]:
+        if not self.tokens:
+            raise TechniqueError(
+                "trainable_tokens.tokens names no token",
+                wanted="ids, or texts that are one token each",
+                cure="trainable_tokens: {tokens: ['<|call|>', 7]}, in Python TrainableTokens(tokens=('<|call|>', 7))",
+            )
         texts = [token for token in self.tokens if isinstance(token, str)]
         if texts:
             raise TechniqueError(
