@@ -440,7 +440,7 @@ def test_two_processes_are_kept_out_of_one_folder(tmp_path: Path) -> None:
         ({"data": None}, "not data"),
         ({"data": ragged_rows(2, untrained=(0, 1))}, "not one token"),
         ({"val": ragged_rows(2, untrained=(0, 1))}, "not one token of the validation"),
-        ({"data": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]}, "have a class"),
+        ({"data": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]}, "have classes"),
     ],
 )
 def test_what_would_train_or_do_nothing_is_refused(
