@@ -206,7 +206,7 @@ def test_it_is_saved_and_read_strictly(model: str, tmp_path: Path) -> None:
     edit_tensors(folder, lambda t: t.pop(next(key for key in t if key.endswith(".up_bias"))))
     assert "the file lacks it" in refused(folder, battery.build(model))
     files.save(edit, folder, base="tiny")
-    edit_config(folder, kind="parallell")
+    edit_config(folder, kind="beside")
     assert "kind" in refused(folder, battery.build(model))
     with pytest.raises(Exception, match="BOTTLENECK"), battery.quiet():
         PeftModel.from_pretrained(battery.build(model), str(folder))
