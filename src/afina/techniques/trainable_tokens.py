@@ -52,6 +52,8 @@ class TrainableTokens(Beside):
         Raises:
             TechniqueError: a text is no single token, or two tokens are one.
         """
+        if all(isinstance(token, int) for token in self.tokens):
+            return self
         known: Mapping[str, int] = tokenizer.get_vocab()
         ids = [t if isinstance(t, int) else _id_of(t, known, tokenizer) for t in self.tokens]
         if len(set(ids)) < len(ids):
