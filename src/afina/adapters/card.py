@@ -78,8 +78,9 @@ def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
         "fingerprint": base_fingerprint(edit.model, edit),
         "trained": sorted(edit.in_place),
     }
-    if seams.classifies(edit.model) is not None:
-        about["task"] = TASKS[seams.classifies(edit.model)]
+    kind = seams.classifies(edit.model)
+    if kind is not None:
+        about["task"] = TASKS[kind]
         about["labels"] = class_names(edit.model)
     rounded = dtype_in(edit.model)
     if rounded is not None:

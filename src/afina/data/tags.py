@@ -60,8 +60,10 @@ def _masked(tokenizer: Any, example: Example, numbers: dict[str, int]) -> Masked
     tags: list[int] = []
     before: int | None = None
     for word in made.word_ids(0):
-        first = word is not None and word != before
-        tags.append(numbers[example.tags[word]] if first else IGNORE)
+        if word is None or word == before:
+            tags.append(IGNORE)
+        else:
+            tags.append(numbers[example.tags[word]])
         before = word
     ids = tuple(made["input_ids"])
     return Masked(ids, (False,) * len(ids), (), tags=tuple(tags))

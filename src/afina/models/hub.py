@@ -189,7 +189,7 @@ def skeleton(folder: Path, task: Task | None = None, labels: Sequence[str] | Non
     config = _config(folder)
     count = len(labels) if labels else None
     kind = task or task_of(config, count)
-    name_head(config, kind, labels, count)
+    name_head(config, kind, None if labels is None else tuple(labels), count)
     with torch.device("meta"), quiet():
         return _class_of(kind).from_config(config, trust_remote_code=False)
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -231,8 +231,11 @@ class BottleneckDelta(Delta):
         """
         z = x if self.parallel else y
         change = bottleneck(z, self.down, self.down_bias, self.up, self.up_bias, self.function)
-        scale = self.scaling if self.scale is None else self.scale.to(change.dtype)
-        return y + F.dropout(change * scale, self.dropout, self.training).to(y.dtype)
+        if self.scale is not None:
+            change = change * self.scale.to(change.dtype)
+        elif self.scaling is not None:
+            change = change * self.scaling
+        return y + F.dropout(change, self.dropout, self.training).to(y.dtype)
 
     def hooks(self, module: nn.Module, key: str) -> list[RemovableHandle]:
         """Acts on the first output of `module`; a parallel one reads where the sublayer begins."""
@@ -298,9 +301,11 @@ class _Adds:
         if not delta.enabled:
             return output
         x, delta.slot.held = delta.slot.held, None
-        y = output[0] if isinstance(output, tuple) else output
-        y = delta(_first(args, kwargs) if x is None else x, y, module)
-        return (y, *output[1:]) if isinstance(output, tuple) else y
+        x = _first(args, kwargs) if x is None else x
+        if not isinstance(output, tuple):
+            return delta(x, output, module)
+        several = cast("tuple[Any, ...]", output)
+        return (delta(x, several[0], module), *several[1:])
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
