@@ -294,13 +294,15 @@ def test_ranks_that_the_file_does_not_have_are_refused(tmp_path: Path) -> None:
             files.load(battery.build("llama"), tmp_path / "a")
 
 
-def test_an_adapter_that_was_cut_trains_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("total", [TOTAL, 2])
+def test_an_adapter_that_was_cut_trains_on(tmp_path: Path, total: int) -> None:
+    """In a run that is too short for the cuts of the first one too."""
     files.save(cut_pair().edit, tmp_path / "a", base="tiny")
     model = battery.build("llama")
     edit = files.load(model, tmp_path / "a")
-    seams = edit.seams(TOTAL)
+    seams = edit.seams(total)
     before = sum(d.rank for d in deltas(edit).values())
-    for step in range(TOTAL):
+    for step in range(total):
         battery.backward(model)
         for moved in seams.moved:
             moved(step, edit.trainable())

@@ -140,6 +140,10 @@ class AdaLoRA(OnMaps):
         ranks = [delta.rank for delta in deltas]
         tinit = total_steps // 10 if self.tinit is None else self.tinit
         tfinal = 3 * total_steps // 10 if self.tfinal is None else self.tfinal
+        if self.rank_pattern:
+            # An adapter that was cut is cut no more: of the maps that have nothing left it does not know. The steps
+            # are those of the run that cut it, and mean nothing in this one.
+            return Schedule(sum(ranks), sum(ranks), 0, 0, self.delta_t, total_steps)
         if tinit + tfinal >= total_steps:
             raise TechniqueError(
                 "the ranks of AdaLoRA would never be cut: the run is over before",
@@ -147,8 +151,7 @@ class AdaLoRA(OnMaps):
                 wanted="tinit + tfinal below the steps of the run",
                 cure="leave adalora.tinit and adalora.tfinal out (shares of the run), lower them, or train more steps",
             )
-        # An adapter that was cut is cut no more: of the maps that have nothing left it does not know.
-        target = sum(ranks) if self.rank_pattern else self.target_rank * len(ranks)
+        target = self.target_rank * len(ranks)
         return Schedule(sum(ranks), target, tinit, tfinal, self.delta_t, total_steps)
 
     def outcome(self, edit: Edit) -> list[str]:
