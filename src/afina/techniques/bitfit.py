@@ -118,8 +118,8 @@ def biased_norms(model: nn.Module) -> list[str]:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    named: Any = model.named_modules()
-    return dict(named)
+    whole: Any = model
+    return dict(whole.named_modules())
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
