@@ -10,6 +10,7 @@ PEFT has nothing of the kind, and refuses such a folder by its `peft_type`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,6 +112,8 @@ BITFIT = Kind(
     peft_type="BITFIT",
     allowed=_ALLOWED,
     config=_config,
+    # As the base's own tensors end; none has the name of an adapter in it.
+    ending=re.compile(r"\.(?P<part>[^.]+)(?P<adapter>(?!))?$"),
     stored=_stored,
     read=_read,
 )
