@@ -198,4 +198,4 @@ class DoRADelta(LoRADelta):
         Raises:
             TechniqueError: always.
         """
-        raise TechniqueError("DoRA's change of a weight is none that is added to it")
+        raise TechniqueError("dora's change of a weight is none that is added to it")
