@@ -130,7 +130,7 @@ def test_generate_says_all_bad_prompts_and_offers_no_flag_it_has_not(
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (VERBS["train"]("encoder", "rows.jsonl"), 4, "only causal language models can be trained"),
+        (VERBS["train"]("encoder", "rows.jsonl"), 4, "only causal language models and classifiers can"),
         (VERBS["eval"]("encoder", "rows.jsonl"), 4, "this model predicts no tokens"),
         (VERBS["generate"]("encoder", "rows.jsonl"), 4, "does not generate text from left to right"),
         (VERBS["generate"]("plain", "talk.jsonl"), 4, "has no chat template"),
