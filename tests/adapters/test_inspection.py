@@ -223,3 +223,16 @@ def test_an_adapter_of_several_techniques(tmp_path: Path) -> None:
     combine({tmp_path / "a/lora": 1.0}, tmp_path / "c")
     with pytest.raises(AdapterError, match="is none"):
         combine({tmp_path / "a/prompt": 1.0}, tmp_path / "d")
+
+
+def test_biases_are_at_the_modules_that_have_them(tmp_path: Path) -> None:
+    model = battery.build("llama")
+    edit = afina.apply(model, [afina.BitFit(modules_to_save=("lm_head",))])
+    with torch.no_grad():
+        for parameter in edit.trainable().values():
+            parameter.add_(1.0)
+    files.save(edit, tmp_path / "a", base="tiny")
+    found = inspect(tmp_path / "a")
+    assert not found.strange
+    assert row(found, "model.layers.0.self_attn.q_proj").tensors == ("bias",)
+    assert row(found, "lm_head").tensors == ("weight",)

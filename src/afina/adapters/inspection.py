@@ -158,7 +158,7 @@ def _inspect(folder: Path) -> Inspection:
         refuse_settings(config, KINDS, folder / CONFIG)
     except AfinaError as error:
         strange.append(f"afina would not load it: {error.got}; wanted {error.wanted}")
-    groups = _groups(tensors, None if kind is None or kind.read else kind.ending)
+    groups = _groups(tensors, None if kind is None else kind.ending)
     rows = tuple(_row(name, group, config, folder, strange) for name, group in groups.items())
     strange += [*_odd(tensors), *_idle(config, groups)]
     method = str(config.get("peft_type")) if kind is None else kind.technique.key
