@@ -46,7 +46,7 @@ def tails(model: nn.Module) -> set[str]:
         ("llama", Quantize(exclude=("mlp.*", "k_proj")), {"q_proj", "v_proj", "o_proj"}, 6),
         ("llama", Quantize(target=("up_proj", "layers.1.*.q_proj")), {"up_proj", "q_proj"}, 3),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_the_linears_of_the_blocks(
     model: str, quantize: Quantize, wanted: set[str], count: int
