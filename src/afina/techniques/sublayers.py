@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torch import nn
 
@@ -185,11 +185,12 @@ def _common(names: Iterable[str]) -> str:
 
 def _closes(module: nn.Module, width: int) -> bool:
     """Whether a module holds a norm of the stream, behind the sum or in front of its last map."""
+    every = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
     return any(
         "norm" in type(child).__name__.lower()
         and any(p.dim() == 1 and p.shape[0] == width for p in child.parameters(recurse=False))
         and not _OF_A_SCORE.fullmatch(name.rpartition(".")[2])
-        for name, child in module.named_modules()
+        for name, child in every
     )
 
 
