@@ -68,7 +68,9 @@ def test_one_after_another_none_costs_more_than_alone(tmp_path: Path) -> None:
 
     turn()  # what is imported or read once
     first = turn()
-    assert [turn() for _ in range(3)] == [first] * 3
+    for _ in range(3):
+        # Counts differ by what Python calls when it collects garbage in between.
+        assert turn() == pytest.approx(first, rel=1e-3)
     battery.same_picture(battery.picture(model), before)
 
 

@@ -117,12 +117,15 @@ sys.exit(main(["train", "no-such-model", "no-such-data", "-o", "run", "--offline
 """
 
 
-def test_a_process_sets_it_before_torch_does(tmp_path: Path, cache: Path) -> None:
+def test_a_process_sets_it_over_what_torch_sets(tmp_path: Path, cache: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 4, done.stderr
-    assert done.stdout.split() == ["None", str(cache / "compiled")]
+    before, within = done.stdout.split()
+    # torch sets it to a folder of its own when something has imported its compiler.
+    assert before == "None" or Path(before).name.startswith("torchinductor_")
+    assert within == str(cache / "compiled")
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_one_technique_is_shown_with_its_defaults(capsys: pytest.CaptureFixture[
 
 def test_an_unknown_technique_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["techniques", "lorra"]) == 2
-    assert "did you mean lora or adalora?" in capsys.readouterr().err
+    assert "did you mean lora or dora or adalora?" in capsys.readouterr().err
 
 
 def test_env_as_json(

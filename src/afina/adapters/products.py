@@ -42,6 +42,9 @@ EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 VALUES = ("lora_A", "lora_B", "lora_E")
 """AdaLoRA's: A, B, and the values (r, 1) between them."""
 
+MERGED = ("LORA", "IA3")
+"""Kinds that are no sums of products, and of which afina merge makes a model with the tensors of its base."""
+
 INSTEAD = (
     "merge each into a model, and make a LoRA of the difference: afina merge, then afina extract"
 )
@@ -199,7 +202,7 @@ def _refuse_other(kind: Kind, config: Config, folder: Path) -> None:
         f"this is arithmetic with one low-rank change a place, and {what} is none",
         got=folder,
         wanted="LoRA or AdaLoRA",
-        cure=INSTEAD,
+        cure=INSTEAD if kind.peft_type in MERGED else "keep it as it is: it is no change of maps",
     )
 
 

@@ -53,7 +53,7 @@ def command(
     config: Annotated[Path | None, Flag("-c", "--config", help="a run.yaml")] = None,
     val: Annotated[str | None, Flag(help="validation data")] = None,
     technique: Annotated[
-        list[str] | None, Flag(help="lora (default), full; see: afina techniques")
+        list[str] | None, Flag(help="lora (default), or another, or several: see afina techniques")
     ] = None,
     rank: Annotated[int | None, Flag(help="of LoRA")] = None,
     steps: Annotated[int | None, Flag(help="optimiser steps")] = None,

@@ -71,6 +71,6 @@ def refuse_silent(
         f"after optimiser step {step + 1}, {len(shown)} of {of} trainable tensors did not learn",
         got=", ".join(shown[:5]) + more,
         wanted="a gradient that is not zero in every trainable tensor",
-        cure="leave these modules out: --set 'techniques.lora.exclude=[…]' (in Python LoRA(exclude=…), and so for "
-        "other techniques), or look for a part of the model that the loss does not reach",
+        cure="leave these modules out by the technique's own setting: --set 'techniques.lora.exclude=[…]' for LoRA "
+        "(in Python LoRA(exclude=…)), or look for a part of the model that the loss does not reach",
     )

@@ -190,6 +190,11 @@ class Folds:
             self._retie = None
 
 
+def _told(delta: Delta) -> str:
+    """What acts, in words: the method's name is that of its child's class."""
+    return type(delta).__name__.removesuffix("Delta").lower()
+
+
 def refuse_unfoldable(deltas: Sequence[Delta], target: str) -> None:
     """Raises where a child's change is none of weight and bias.
 
@@ -199,7 +204,8 @@ def refuse_unfoldable(deltas: Sequence[Delta], target: str) -> None:
     for delta in deltas:
         if not delta.foldable:
             raise TechniqueError(
-                f"{type(delta).__name__} at {target} cannot be merged: it is no change of a weight",
+                f"{_told(delta)} cannot be merged: it is no change of a weight",
+                got=f"it acts at {target or 'the model itself'}",
                 cure="keep the adapter beside the model",
             )
 
