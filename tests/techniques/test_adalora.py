@@ -179,7 +179,11 @@ def test_a_run_cuts_by_itself_and_says_what_is_left(tmp_path: Path) -> None:
     assert sum(map(sum, kept.values())) == 14  # one of each of the 14 maps, on average
     assert all(len(flags) == 3 for flags in kept.values())
     assert (config["tinit"], config["tfinal"], config["total_step"]) == (1, 3, 10)
-    assert any("14 directions left in 14 modules, 1.00 on average" in line for line in lines)
+    (told,) = [
+        line for line in lines if "14 directions left in 14 modules, 1.00 on average" in line
+    ]
+    queries = [sum(flags) for name, flags in kept.items() if "q_proj" in name]
+    assert f"q_proj {sum(queries) / 2:.2f}, " in told
 
 
 def test_without_cuts_nothing_is_said_of_them() -> None:

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, T5Config, T5ForConditionalGeneration
 
 import afina
 from afina.adapters import files
 from afina.errors import AdapterError, TechniqueError
+from afina.table import apply
 from afina.techniques.bottleneck import Bottleneck, BottleneckDelta
 from afina.techniques.sublayers import sublayers
 from afina.tree import Edit
@@ -228,3 +229,34 @@ def test_half_of_its_blocks_are_no_adapter(tmp_path: Path) -> None:
         files.load(battery.build("llama"), folder)
     with pytest.raises(AdapterError, match="whole blocks"):
         files.load(battery.build("llama"), folder, allow_partial=True)
+
+
+# --- cross-attention -----------------------------------------------------------------------------------------------
+
+
+def test_attention_to_an_encoder_gets_one_when_asked() -> None:
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4, "num_layers": 2}
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=40, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
+    model = T5ForConditionalGeneration(config).double().eval()
+
+    def answer() -> Tensor:
+        with torch.no_grad():
+            return model(input_ids=battery.IDS, decoder_input_ids=battery.TARGETS).logits
+
+    before = answer()
+    found: dict[bool, set[str]] = {}
+    for cross in (False, True):
+        edit = apply(model, [Bottleneck(kind="houlsby", cross=cross)])
+        found[cross] = set(edit.deltas)
+        assert torch.equal(answer(), before)
+        with torch.no_grad():
+            for name in found[cross] - found[False]:
+                for parameter in edit.deltas[name].parameters():
+                    parameter.add_(0.3)
+        assert torch.equal(answer(), before) is not cross
+        edit.undo()
+    more = found[True] - found[False]
+    assert found[False] < found[True]
+    assert len(more) == 2
+    assert all(name.startswith("decoder.block.") for name in more)

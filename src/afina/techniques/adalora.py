@@ -160,10 +160,13 @@ class AdaLoRA(OnMaps):
         ranks = {n: int(d.used().sum()) for n, d in found.items() if isinstance(d, AdaLoRADelta)}
         if sum(ranks.values()) == sum(delta.rank for delta in self._deltas(edit)):
             return []
-        told = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
+        by_tail: dict[str, list[int]] = {}
+        for name, rank in ranks.items():
+            by_tail.setdefault(name.rpartition(".")[2], []).append(rank)
+        told = ", ".join(f"{tail} {sum(each) / len(each):.2f}" for tail, each in by_tail.items())
         return [
             f"adalora: {counted(sum(ranks.values()), 'direction')} left in {counted(len(ranks), 'module')}, "
-            f"{sum(ranks.values()) / len(ranks):.2f} on average: {told}"
+            f"{sum(ranks.values()) / len(ranks):.2f} on average: {told}; each by afina inspect"
         ]
 
     def _deltas(self, edit: Edit) -> list[AdaLoRADelta]:
