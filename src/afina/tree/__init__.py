@@ -4,10 +4,22 @@ Nothing is wrapped. A technique's parameters live in a child of the module they 
 through a forward hook, so every name of the base model, its ties and its own `save_pretrained` stay as they were.
 """
 
+from afina.tree.around import Around
 from afina.tree.edit import Edit, freeze
 from afina.tree.match import match, matches
 from afina.tree.technique import Delta, Side, Technique, front_of, seed_of
 from afina.tree.timing import Seams
 
-__all__ = ["Delta", "Edit", "Seams", "Side", "Technique", "freeze", "front_of", "match", "matches"]
+__all__ = [
+    "Around",
+    "Delta",
+    "Edit",
+    "Seams",
+    "Side",
+    "Technique",
+    "freeze",
+    "front_of",
+    "match",
+    "matches",
+]
 __all__ += ["seed_of"]
