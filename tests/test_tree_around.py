@@ -130,4 +130,4 @@ def test_recomputed_and_compiled_it_does_the_same(way: str) -> None:
     blocks = Blocks(model, recompute=way == "recomputed")
     with blocks.running():
         blocks.compile(way == "compiled")
-        torch.testing.assert_close(gradient(), plain, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient(), plain, rtol=1e-5, atol=1e-12)
