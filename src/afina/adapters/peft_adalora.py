@@ -27,6 +27,12 @@ from afina.tree import Delta, matches
 
 ENDS = ("lora_A", "lora_B", "lora_E")
 
+_AS_LORA = (
+    "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform",
+    "rank_pattern",
+)  # fmt: skip
+"""Settings that say what they say of a LoRA."""
+
 _ALLOWED = Allowed(
     needed=("init_r", "lora_alpha"),
     types={
@@ -39,36 +45,14 @@ _ALLOWED = Allowed(
         "beta2": (float,),
         "orth_reg_weight": (int, float),
         "total_step": (int,),
-        "lora_alpha": (int, float),
-        "lora_dropout": (int, float),
-        "target_modules": (list, str),
-        "exclude_modules": (list, str),
-        "modules_to_save": (list,),
-        "layers_to_transform": (list, int),
-        "rank_pattern": (dict,),
+        **{key: LORA.allowed.types[key] for key in _AS_LORA},
     },
-    items={
-        "target_modules": str,
-        "exclude_modules": str,
-        "modules_to_save": str,
-        "layers_to_transform": int,
-    },
+    items={key: item for key, item in LORA.allowed.items.items() if key in _AS_LORA},
     neutral={
-        "use_dora": (False, None),
+        **{key: says for key, says in LORA.allowed.neutral.items() if key != "enable_lora"},
         "use_rslora": (False, None),
-        "use_qalora": (False, None),
-        "use_bdlora": (None, False),
-        "lora_bias": (False, None),
-        "bias": ("none", None),
         "alpha_pattern": (None, {}),
-        "layer_replication": (None,),
-        "alora_invocation_tokens": (None, []),
         "target_parameters": (None, []),
-        "trainable_token_indices": (None, [], {}),
-        "arrow_config": (None,),
-        "kasa_config": (None,),
-        "monteclora_config": (None,),
-        "velora_config": (None,),
         "init_lora_weights": (True, False, None),
     },
     # `r` is LoRA's, and says nothing here.

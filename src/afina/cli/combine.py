@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from afina.cli.computing import Energy, Json, Out, Overwrite, tell
 from afina.cli.loading import Offline, Token
-from afina.cli.output import note, refuse_over_inputs, refuse_unwritable, write_json
+from afina.cli.output import refuse_over_inputs, refuse_unwritable
 from afina.errors import ConfigError
 
 EXAMPLES = (
@@ -27,15 +28,13 @@ def command(
             help="runs, checkpoints or adapters, each with its weight in the sum (1 if none is given)",
         ),
     ],
-    out: Annotated[str, typer.Option("-o", "--out", help="the folder to make")],
+    out: Out,
     method: Annotated[
         str,
         typer.Option(help="cat, svd, linear, ties, dare_linear, dare_ties or magnitude_prune"),
     ] = "cat",
     rank: Annotated[int | None, typer.Option(help="of the result, at most, if it is cut")] = None,
-    energy: Annotated[
-        float | None, typer.Option(help="share of each change's energy to keep, such as 0.95")
-    ] = None,
+    energy: Energy = None,
     density: Annotated[
         float | None, typer.Option(help="share of the values that ties, dare and pruning keep")
     ] = None,
@@ -43,12 +42,8 @@ def command(
     base: Annotated[
         str | None, typer.Option(help="their base model, if it lies elsewhere now")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace an adapter that was computed before")
-    ] = False,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="also all of it as JSON; - is standard output")
-    ] = None,
+    overwrite: Overwrite = False,
+    json_file: Json = None,
     token: Token = None,
     offline: Offline = False,
 ) -> None:
@@ -62,7 +57,6 @@ def command(
     named = [_weighted(one) for one in adapters]
     _refuse_files(json_file, out, [*(name for name, _ in named), base], overwrite=overwrite)
     from afina.adapters.combine import CombineSettings, combine
-    from afina.adapters.computed import lines
     from afina.problems import build
 
     settings = build(
@@ -77,12 +71,7 @@ def command(
         },
     )
     made = combine(named, out, base=base, settings=settings, token=token, offline=offline or None)
-    show = note if json_file == "-" else print
-    for name, weight in named:
-        show(f"{weight:+g} x {name}")
-    show("\n".join([*lines(made), f"written and read back: {out}"]))
-    if json_file is not None:
-        write_json(json_file, made.record)
+    tell(made, out, json_file, tuple(f"{weight:+g} x {name}" for name, weight in named))
 
 
 def _refuse_files(

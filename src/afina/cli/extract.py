@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from afina.cli.computing import Energy, Json, Out, Overwrite, Rank, tell
 from afina.cli.loading import Offline, Token
-from afina.cli.output import note, progress, refuse_over_inputs, refuse_unwritable, write_json
+from afina.cli.output import progress, refuse_over_inputs, refuse_unwritable
 
 EXAMPLES = (
     "afina extract runs/full-001 smollm2-135m -o adapters/full-r32 --rank 32",
@@ -20,20 +21,14 @@ def command(
         str, typer.Argument(metavar="TUNED", help="a run of full fine-tuning, or a model")
     ],
     base: Annotated[str, typer.Argument(metavar="BASE", help="the model it was trained from")],
-    out: Annotated[str, typer.Option("-o", "--out", help="the folder to make")],
-    rank: Annotated[int | None, typer.Option(help="of every place, at most")] = None,
-    energy: Annotated[
-        float | None, typer.Option(help="share of each difference's energy to keep, such as 0.95")
-    ] = None,
+    out: Out,
+    rank: Rank = None,
+    energy: Energy = None,
     rest: Annotated[
         str, typer.Option(help="what changed beside the linears: save (whole), refuse or drop")
     ] = "save",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace an adapter that was computed before")
-    ] = False,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="also the table as JSON; - is standard output")
-    ] = None,
+    overwrite: Overwrite = False,
+    json_file: Json = None,
     token: Token = None,
     offline: Offline = False,
 ) -> None:
@@ -45,7 +40,6 @@ def command(
     """
     refuse_unwritable(json_file, force=overwrite, flag="--overwrite")
     refuse_over_inputs([json_file], [tuned, base])
-    from afina.adapters.computed import lines
     from afina.adapters.extract import ExtractSettings, extract
     from afina.problems import build
 
@@ -61,7 +55,4 @@ def command(
         offline=offline or None,
         progress=progress(),
     )
-    show = note if json_file == "-" else print
-    show("\n".join([*lines(made), f"written and read back: {out}"]))
-    if json_file is not None:
-        write_json(json_file, made.record)
+    tell(made, out, json_file)

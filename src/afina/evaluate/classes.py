@@ -107,42 +107,30 @@ def classify(
             cure="label every row, or evaluate the two kinds apart",
         )
     names = class_names(model) or tuple(f"{n}" for n in range(model.config.num_labels))
-    fill = _tags if tagged else _labels
-    pairs = fill(model, tokenizer, rows, table, settings.batch_rows, on_progress)
+    batches = (model, rows, settings.batch_rows, on_progress)
+    pairs: list[tuple[int, int]] = []
+    if tagged:
+        for entry, row, found in zip(table, rows, tag_scores(*batches), strict=True):
+            entry["prompt"] = tokenizer.decode(row.tokens, skip_special_tokens=True)
+            pairs += _tagged(entry, row, *found)
+    else:
+        for entry, row, found in zip(table, rows, class_scores(*batches), strict=True):
+            entry["prompt"] = tokenizer.decode(row.tokens, skip_special_tokens=True)
+            pairs.append(_labelled(entry, row, *found))
     return Confusion.of(names, pairs)
 
 
-def _labels(
-    model: Any,
-    tokenizer: Any,
-    rows: Sequence[Row],
-    table: list[dict[str, Any]],
-    batch_rows: int,
-    on_progress: Callable[[int, int], None] | None,
-) -> list[tuple[int, int]]:
-    scored = class_scores(model, rows, batch_rows, on_progress)
-    pairs: list[tuple[int, int]] = []
-    for entry, row, (loss, guess) in zip(table, rows, scored, strict=True):
-        text = tokenizer.decode(row.tokens, skip_special_tokens=True)
-        entry.update(prompt=text, label=row.label, predicted=guess)
-        entry.update(loss=loss, accuracy=guess == row.label)
-        pairs.append((row.label or 0, guess))
-    return pairs
+def _labelled(entry: dict[str, Any], row: Row, loss: float, guess: int) -> tuple[int, int]:
+    """Writes a row's scores; (right, predicted)."""
+    entry.update(label=row.label, predicted=guess)
+    entry.update(loss=loss, accuracy=guess == row.label)
+    return row.label or 0, guess
 
 
-def _tags(
-    model: Any,
-    tokenizer: Any,
-    rows: Sequence[Row],
-    table: list[dict[str, Any]],
-    batch_rows: int,
-    on_progress: Callable[[int, int], None] | None,
+def _tagged(
+    entry: dict[str, Any], row: Row, loss: float, guesses: list[int], right: list[int]
 ) -> list[tuple[int, int]]:
-    scored = tag_scores(model, rows, batch_rows, on_progress)
-    pairs: list[tuple[int, int]] = []
-    for entry, row, (loss, guesses, right) in zip(table, rows, scored, strict=True):
-        entry.update(prompt=tokenizer.decode(row.tokens, skip_special_tokens=True))
-        entry.update(tags=[tag for tag in row.tags or () if tag != IGNORE], predicted=guesses)
-        entry.update(loss=loss / len(right) if right else None, tokens=len(right))
-        pairs += zip(right, guesses, strict=True)
-    return pairs
+    """Writes the scores of a row's tokens; (right, predicted) of each that has a class."""
+    entry.update(tags=[tag for tag in row.tags or () if tag != IGNORE], predicted=guesses)
+    entry.update(loss=loss / len(right) if right else None, tokens=len(right))
+    return list(zip(right, guesses, strict=True))
