@@ -21,6 +21,7 @@ from afina.ops import attention, reference
 from afina.ops.layout import with_layout
 from afina.ops.loss import linear_cross_entropy
 from afina.ops.lowrank import low_rank_add
+from afina.ops.ranges import ranges_of
 from afina.types import IGNORE, Context
 from tests.tiny import byte_tokenizer, row, tiny_llama
 
@@ -113,7 +114,7 @@ def test_our_kernels_on_a_gpu_compute_what_the_reference_does(
         return reference.attention(*by_head, segments[None], **near)[0].transpose(0, 1)
 
     def by_kernels(*tensors: Tensor) -> Tensor:
-        ranges = kernels.ranges_of(segments.to(tensors[0].device), **near)
+        ranges = ranges_of(segments.to(tensors[0].device), **near)
         return kernels.attend(*(x.to(dtype) for x in tensors), ranges)[0].to(tensors[0].dtype)
 
     wanted = with_gradients(slowly, shapes, "cpu")

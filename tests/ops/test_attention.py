@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from afina.errors import ConfigError, ModelError
-from afina.ops import attention, reference
+from afina.ops import attention, interface, reference
 from afina.ops.layout import with_layout
 from afina.types import Context
 from tests.train.kit import run
@@ -218,7 +218,7 @@ def line(rows: tuple[list[int], ...]) -> tuple[Tensor, Context]:
 
 def by_rows(model: Any, rows: tuple[list[int], ...]) -> Tensor:
     ids, context = line(rows)
-    with attention.rows(model):
+    with interface.rows(model):
         return model(
             input_ids=ids, position_ids=context.positions_BT, afina_context=context
         ).logits[0]
@@ -297,7 +297,7 @@ def test_the_context_is_asked_for() -> None:
     model = build(llama)
     with (
         pytest.raises(ModelError, match="without its context"),
-        attention.rows(model),
+        interface.rows(model),
     ):
         model(input_ids=torch.tensor([[1, 2]]))
     assert model.config._attn_implementation == "sdpa"
@@ -307,7 +307,7 @@ def test_parts_of_attention_that_are_unknown_are_refused() -> None:
     context = packed([2])
     q = k = v = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ModelError, match="s_aux"):
-        attention._interface(
+        interface._interface(
             torch.nn.Module(), q, k, v, None, afina_context=context, s_aux=torch.zeros(1)
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from afina.ops import attention, reference
 from afina.ops.layout import with_layout
+from afina.ops.ranges import ranges_of
 from afina.types import Context, Run
 from tests.train.kit import ragged_rows, run, weights
 
@@ -52,7 +53,7 @@ def with_gradients(
         by_head = (x.transpose(0, 1)[None] for x in tensors)
         out = reference.attention(*by_head, segments[None], **rule)[0].transpose(0, 1)  # type: ignore[arg-type]
     else:
-        ranges = kernels.ranges_of(segments, causal=rule["causal"], window=rule.get("window"))
+        ranges = ranges_of(segments, causal=rule["causal"], window=rule.get("window"))
         out, _ = kernels.attend(*tensors, ranges, scale=rule.get("scaling"), tile=tile)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
     towards = torch.randn(out.shape, generator=random).to(out) * (segments >= 0)[:, None, None]
@@ -102,7 +103,7 @@ def test_in_fp32_all_is_within_1e_5() -> None:
 def test_the_log_sum_exp_is_that_of_the_scores_and_minus_infinity_of_padding() -> None:
     segments = line([5, 3], padding=2)
     q, k, v = (x.detach() for x in draw(10, 1, 2, 4, torch.float64))
-    ranges = kernels.ranges_of(segments, causal=True)
+    ranges = ranges_of(segments, causal=True)
     out, logsum = kernels.attend(q, k, v, ranges, tile=16)
     scores = torch.einsum("ihd,jd->hij", q, k[:, 0]) / 2
     seen = reference.visible(segments[None], causal=True)[0]
@@ -116,7 +117,7 @@ def test_who_sees_whom() -> None:
     segments = line([3, 2], padding=1)
     for causal in (True, False):
         for window in (None, 1, 2):
-            found = kernels.ranges_of(segments, causal=causal, window=window)
+            found = ranges_of(segments, causal=causal, window=window)
             at = torch.arange(6)
             by_query = (at >= found.first_T[:, None]) & (at < found.last_T[:, None])
             wanted = reference.visible(segments[None], causal=causal, window=window)[0]
@@ -208,6 +209,6 @@ def test_what_is_kept_for_backward_is_linear_in_the_length() -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     q, k, v = draw(4, 2, 1, 4, torch.float32)
-    ranges = kernels.ranges_of(line([4]), causal=True)
+    ranges = ranges_of(line([4]), causal=True)
     with pytest.raises(ValueError, match="2 key heads do not divide 3"):
         kernels.attend(torch.cat([q, q[:, :1]], 1), k, v, ranges)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.errors import ModelError
 from afina.models.head import Head
-from afina.ops import attention
+from afina.ops import interface
 from afina.ops.layout import with_layout
 from afina.tree import front_of
 from afina.types import IGNORE, Batch, Context
@@ -36,7 +36,7 @@ def packing(model: nn.Module, packed: bool) -> Iterator[None]:
             got=type(model).__name__,
             cure="set data.packing=false",
         )
-    with attention.rows(model) if packed else nullcontext():
+    with interface.rows(model) if packed else nullcontext():
         yield
 
 

@@ -4,34 +4,31 @@ The rows of a packed line are gathered into blocks of rows of about one length, 
 Where rows share their beginning, the shared tokens lie in the line once: their keys are gathered into every row that
 begins with them, and what the rows say about them is summed on the way back.
 
-It is entered through Transformers' `AttentionInterface`; the mask the model would build is replaced by the `Context`
-that travels with the batch (`AttentionMaskInterface` must be registered too, or padded and packed logits are wrong).
-Two things compute it. `ops.tiles` knows everything: soft caps, dropout that can be made again, rows of any length in
-memory that grows with the length alone. PyTorch's own kernels are faster on a GPU, and on a CPU in fp32 (two to three
-times, forward and backward); in bf16 it is the tiles that are faster there, for PyTorch's backward is slow.
-`ops.kernels` is for a GPU and waits to be measured on one: it is taken where it is asked for (`by_kernels`).
+It is entered through Transformers' `AttentionInterface` (`ops.interface`). Two things compute it. `ops.tiles` knows
+everything: soft caps, dropout that can be made again, rows of any length in memory that grows with the length alone.
+PyTorch's own kernels are faster on a GPU, and on a CPU in fp32 (two to three times, forward and backward); in bf16 it
+is the tiles that are faster there, for PyTorch's backward is slow. `ops.kernels` is for a GPU and waits to be measured
+on one: it is taken where it is asked for (`by_kernels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from afina.errors import ConfigError, ModelError
+from afina.errors import ConfigError
 from afina.ops import tiles
-from afina.ops.prefix import Prefix
+from afina.ops.gathers import copy, pick, unpick
+from afina.ops.ranges import Ranges, ranges_of, shared_ranges
 from afina.ops.tiles import Rule
 from afina.types import Context, Layout, Places
-
-NAME = "afina_rows"
-"""The name under which the attention function is known to Transformers."""
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -113,13 +110,11 @@ def rows_attention(
         return _padded(q_BHTD, k_BHTD, v_BHTD, context.segments_BT >= 0, rule)
     if _kernels and not softcap and not dropout:
         return _in_kernels(q_BHTD, k_BHTD, v_BHTD, context, layout, rule)
-    q_PHD = _call(_Pick, _by_token(q_BHTD), layout.queries_P, layout.back_T)
+    q_PHD = pick(_by_token(q_BHTD), layout.queries_P, layout.back_T)
     if layout.shared:
-        k_QKD, v_QKD = (_call(_Copy, _by_token(x), layout.keys_Q) for x in (k_BHTD, v_BHTD))
+        k_QKD, v_QKD = (copy(_by_token(x), layout.keys_Q) for x in (k_BHTD, v_BHTD))
     else:
-        k_QKD, v_QKD = (
-            _call(_Pick, _by_token(x), layout.keys_Q, layout.back_T) for x in (k_BHTD, v_BHTD)
-        )
+        k_QKD, v_QKD = (pick(_by_token(x), layout.keys_Q, layout.back_T) for x in (k_BHTD, v_BHTD))
     outs: list[Tensor] = []
     queries_at = keys_at = 0
     for rows, length, keys, places in layout.blocks:
@@ -132,7 +127,7 @@ def rows_attention(
         queries_at += rows * length
         keys_at += rows * keys
     out_PHD = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return _call(_Unpick, out_PHD, layout.back_T).transpose(0, 1)[None]
+    return unpick(out_PHD, layout.back_T).transpose(0, 1)[None]
 
 
 def _by_token(x_1HTD: Tensor) -> Tensor:
@@ -196,15 +191,15 @@ def _in_kernels(
     if keys[0] not in layout.masks:
         how: dict[str, Any] = {"causal": rule.causal, "window": rule.window}
         made = (
-            kernels.shared_ranges(layout, **how)
+            shared_ranges(layout, **how)
             if layout.shared
-            else kernels.ranges_of(context.segments_BT[0], **how)
+            else ranges_of(context.segments_BT[0], **how)
         )
         layout.masks.update(zip(keys, vars(made).values(), strict=True))
-    ranges = kernels.Ranges(*(cast("Tensor", layout.masks[key]) for key in keys))
+    ranges = Ranges(*(cast("Tensor", layout.masks[key]) for key in keys))
     k_SKD, v_SKD = (_by_token(x) for x in (k, v))
     if layout.shared:
-        k_SKD, v_SKD = (_call(_Copy, x, layout.keys_Q) for x in (k_SKD, v_SKD))
+        k_SKD, v_SKD = (copy(x, layout.keys_Q) for x in (k_SKD, v_SKD))
     out_THD, _ = kernels.attend(_by_token(q), k_SKD, v_SKD, ranges, scale=rule.scale)
     return out_THD.transpose(0, 1)[None]
 
@@ -241,157 +236,3 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, rule: Rul
         )
     weights = torch.softmax(hidden, dim=-1, dtype=wide)
     return F.dropout(weights.to(q.dtype), rule.dropout) @ v
-
-
-# --- tokens into rows and back ---------------------------------------------------------------------------------------
-
-
-def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    return cast("Callable[..., Tensor]", function.apply)(*args)  # pyright: ignore[reportUnknownMemberType]
-
-
-class _Pick(torch.autograd.Function):
-    """Each token to its place, and its last copies to the padding, through which no gradient comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, there_P: Tensor, back_T: Tensor) -> Tensor:
-        ctx.save_for_backward(back_T)
-        return x_THD.index_select(0, there_P)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back_T,) = ctx.saved_tensors
-        return grads[0].index_select(0, back_T), None, None
-
-
-class _Unpick(torch.autograd.Function):
-    """The inverse of `_Pick`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PHD: Tensor, back_T: Tensor) -> Tensor:
-        ctx.save_for_backward(back_T)
-        ctx.length = x_PHD.shape[0]
-        return x_PHD.index_select(0, back_T)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back_T,) = ctx.saved_tensors
-        # Every real token is in back_T once: the copies find their places, and padding gets nothing.
-        given = grads[0].new_zeros(ctx.length, *grads[0].shape[1:])
-        return given.index_copy_(0, back_T, grads[0]), None
-
-
-class _Copy(torch.autograd.Function):
-    """Each token to all its places; what comes back from them is summed, in fp32 or wider."""
-
-    @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, there_Q: Tensor) -> Tensor:
-        ctx.save_for_backward(there_Q)
-        ctx.length = x_THD.shape[0]
-        return x_THD.index_select(0, there_Q)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (there_Q,) = ctx.saved_tensors
-        (grad_QHD,) = grads
-        wide = torch.promote_types(grad_QHD.dtype, torch.float32)
-        given = grad_QHD.new_zeros(ctx.length, *grad_QHD.shape[1:], dtype=wide)
-        return given.index_add_(0, there_Q, grad_QHD.to(wide)).to(grad_QHD.dtype), None
-
-
-# --- through Transformers ------------------------------------------------------------------------------------------
-
-
-class _HasAttention(Protocol):
-    config: Any
-
-    def set_attn_implementation(self, name: str) -> None: ...
-
-
-@contextmanager
-def rows(model: nn.Module) -> Generator[None, None, None]:
-    """Inside the block the model's attention goes by rows (see `rows_attention`).
-
-    Raises:
-        ModelError: when the model does not take its attention from Transformers' interface.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _interface)  # pyright: ignore[reportUnknownMemberType]
-    AttentionMaskInterface.register(NAME, _reach)  # pyright: ignore[reportUnknownMemberType]
-    speaker: _HasAttention = model  # type: ignore[assignment]
-    before = speaker.config._attn_implementation
-    speaker.set_attn_implementation(NAME)
-    if speaker.config._attn_implementation != NAME:
-        raise ModelError(
-            "this model's attention cannot be told which row a token belongs to",
-            got=type(model).__name__,
-            cure="train with data.packing=false",
-        )
-    try:
-        yield
-    finally:
-        speaker.set_attn_implementation(before)
-
-
-def _reach(*args: object, local_size: int | None = None, **kwargs: object) -> Tensor | None:
-    """In place of a mask, which is the context's matter: the window that the mask would have had."""
-    return None if local_size is None else torch.tensor(local_size)
-
-
-@torch.compiler.disable  # pyright: ignore[reportUnknownMemberType]
-def _interface(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    afina_context: Context | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    afina_prefix: Prefix | None = None,
-    **others: object,
-) -> tuple[Tensor, None]:
-    """What Transformers calls; returns (B, T, H, D)."""
-    if afina_context is None:
-        raise ModelError(
-            "attention by rows was called without its context",
-            cure="call the model through afina.models.forward, or outside the `rows` block",
-        )
-    unknown = [
-        name for name in ("s_aux", "position_bias", "head_mask") if others.get(name) is not None
-    ]
-    if unknown:
-        raise ModelError(
-            "this model's attention has a part that attention by rows does not know",
-            got=", ".join(unknown),
-            cure="train with data.packing=false",
-        )
-    # Some models tell their window, or their chunks, to the mask alone.
-    if attention_mask is not None and sliding_window not in (
-        reach := int(attention_mask),
-        reach + 1,
-    ):
-        raise ModelError(
-            "this model limits what a token sees in a way that attention by rows is not told",
-            got=f"{reach} tokens in the mask, a window of {sliding_window} in the attention",
-            cure="train with data.packing=false",
-        )
-    if afina_prefix is not None:
-        k, v = afina_prefix.into(module, k, v, afina_context)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    out = rows_attention(
-        q,
-        k,
-        v,
-        afina_context,
-        causal=bool(causal),
-        scaling=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        dropout=dropout,
-    )
-    return out.transpose(1, 2), None

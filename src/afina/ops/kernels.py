@@ -6,8 +6,7 @@
     S = scale · Q Kᵀ,   L = logsumexp_j S,   P = exp(S − L),   O = P V
     dV = Pᵀ dO,   dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O)),   dQ = scale · dS K,   dK = scale · dSᵀ Q
 
-What a query sees is a range of keys, `first ≤ key < last`: that says rows, causality and windows at once, and tiles
-outside of it are not computed. Where rows share their beginning, its keys lie in the line of keys once for each row.
+What a query sees is a range of keys (`ops.ranges`), and tiles outside of it are not computed.
 Forward keeps a running maximum; backward computes P again from L, in one kernel by queries (dQ) and one by keys (dK,
 dV, summed over the query heads that share them), so that nothing is added by several programs and results do not depend
 on their order. Grouped queries copy no key.
@@ -15,8 +14,7 @@ on their order. Grouped queries copy no key.
 Equal to `ops.reference` in Triton's interpreter (`TRITON_INTERPRET=1`), values and gradients. On a GPU nobody has run
 it yet, so it is taken only where it is asked for. Importing this needs the package `triton`.
 
-Legend: T queries, S keys (the same tokens where nothing is shared), H query heads, K key heads, D width of a head;
-M rows of a block, L queries and P keys of a row in it.
+Legend: T queries, S keys (the same tokens where nothing is shared), H query heads, K key heads, D width of a head.
 
 Source: Dao 2023, "FlashAttention-2", arXiv 2307.08691, algorithms 1 and 2; one kernel each for dQ and dK, dV, so
 without atomic additions, as in Triton's own tutorial on fused attention.
@@ -25,7 +23,6 @@ without atomic additions, as in Triton's own tutorial on fused attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -33,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afina.types import Layout
+from afina.ops.ranges import Ranges
 
 TILE = 64
 """Queries, and keys, of a tile; 64 of either fit the shared memory of every GPU that Triton knows, up to D = 128."""
@@ -43,82 +40,6 @@ LEAST = 16
 
 WIDE: dict[torch.dtype, Any] = {torch.float64: tl.float64}
 """What scores and sums are computed in; fp32 for all others."""
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Who sees whom, as places in the lines of queries and keys; int32.
-
-    Attributes:
-        first_T: of each query the first key that it sees.
-        last_T: the place behind the last one.
-        from_S: of each key the first query that may see it.
-        to_S: the place behind the last one.
-    """
-
-    first_T: Tensor
-    last_T: Tensor
-    from_S: Tensor
-    to_S: Tensor
-
-    @staticmethod
-    def of(*places: Tensor) -> Ranges:
-        """From places of any integer type, in the order above."""
-        return Ranges(*(x.to(torch.int32).contiguous() for x in places))
-
-
-def ranges_of(segments_T: Tensor, *, causal: bool, window: int | None = None) -> Ranges:
-    """From the numbers of the rows that tokens belong to, which lie together; −1 is padding, which nobody sees."""
-    place_T = torch.arange(len(segments_T), device=segments_T.device)
-    new_T = torch.ones_like(segments_T, dtype=torch.bool)
-    new_T[1:] = segments_T[1:] != segments_T[:-1]
-    starts = place_T[new_T]
-    ends = torch.cat([starts[1:], place_T[-1:] + 1])
-    row_T = new_T.cumsum(0) - 1
-    start_T, end_T = starts[row_T], ends[row_T]
-    end_T = torch.where(segments_T < 0, start_T, end_T)
-    first_T, last_T, from_T, to_T = start_T, end_T, start_T, end_T
-    if causal:
-        last_T, from_T = torch.minimum(end_T, place_T + 1), torch.maximum(start_T, place_T)
-    if window is not None:
-        first_T, from_T = (torch.maximum(x, place_T - window + 1) for x in (first_T, from_T))
-        last_T, to_T = (torch.minimum(x, place_T + window) for x in (last_T, to_T))
-    return Ranges.of(first_T, last_T, from_T, to_T)
-
-
-def shared_ranges(layout: Layout, *, causal: bool, window: int | None = None) -> Ranges:
-    """Of the line's own tokens as queries, and as keys those of `layout.keys_Q`, in its blocks of padded rows."""
-    firsts: list[Tensor] = []
-    lasts: list[Tensor] = []
-    since: list[Tensor] = []
-    until: list[Tensor] = []
-    queries_at = keys_at = 0
-    for rows, length, keys, places in layout.blocks:
-        device = places.first_M.device
-        base_M1 = keys_at + keys * torch.arange(rows, device=device)[:, None]
-        first_M1, keys_M1 = places.first_M[:, None], places.keys_M[:, None]
-        # Places in the row: of a query, and of a key.
-        query_ML = first_M1 + torch.arange(length, device=device)
-        key_MP = torch.arange(keys, device=device).expand(rows, -1)
-        low_ML, high_ML = torch.zeros_like(query_ML), keys_M1.expand(-1, length)
-        from_MP, to_MP = first_M1.expand(-1, keys), keys_M1.expand(-1, keys)
-        if causal:
-            high_ML, from_MP = torch.minimum(high_ML, query_ML + 1), torch.maximum(from_MP, key_MP)
-        if window is not None:
-            low_ML = torch.maximum(low_ML, query_ML - window + 1)
-            high_ML = torch.minimum(high_ML, query_ML + window)
-            from_MP = torch.maximum(from_MP, key_MP - window + 1)
-            to_MP = torch.minimum(to_MP, key_MP + window)
-        to_MP = torch.where(key_MP < keys_M1, to_MP, from_MP)  # padding
-        start_M1 = layout.queries_P[queries_at : queries_at + rows * length : length, None]
-        firsts.append((base_M1 + low_ML).flatten())
-        lasts.append((base_M1 + high_ML).flatten())
-        since.append((start_M1 - first_M1 + from_MP).flatten())
-        until.append((start_M1 - first_M1 + to_MP).flatten())
-        queries_at += rows * length
-        keys_at += rows * keys
-    by_token = (torch.cat(x)[layout.back_T] for x in (firsts, lasts))
-    return Ranges.of(*by_token, torch.cat(since), torch.cat(until))
 
 
 def attend(
@@ -269,11 +190,30 @@ def _forward(
 
 
 @triton.jit
-def _weights(query, key, seen, logsum_q, scale, WIDE: tl.constexpr):
-    """P of a tile (q, k), again."""
+def _queries(
+    q, grad, logsum, inner, first, last, at, length, many, head,
+    q_t, q_h, grad_t, grad_h, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What backward needs of the queries `at` of one head; those behind the line see no key."""
+    first_q = tl.load(first + at, mask=at < length, other=many)
+    last_q = tl.load(last + at, mask=at < length, other=0)
+    logsum_q = tl.load(logsum + head * length + at, mask=at < length, other=0.0)
+    inner_q = tl.load(inner + head * length + at, mask=at < length, other=0.0)
+    query = _rows(q, at, q_t, head * q_h, length, WIDTH, BLOCK_D)
+    above = _rows(grad, at, grad_t, head * grad_h, length, WIDTH, BLOCK_D)
+    return query, above, first_q, last_q, logsum_q, inner_q
+
+
+@triton.jit
+def _tile(
+    query, above, key, value, keys, first_q, last_q, logsum_q, inner_q, scale, WIDE: tl.constexpr
+):
+    """P of a tile (q, k), again, and the gradient of its scores, times the scale."""
+    seen = (keys[None, :] >= first_q[:, None]) & (keys[None, :] < last_q[:, None])
     scores = _product(query, key, WIDE) * scale
     level = tl.where(logsum_q == float("-inf"), 0.0, logsum_q)
-    return tl.where(seen, tl.exp(scores - level[:, None]), 0.0)
+    weights = tl.where(seen, tl.exp(scores - level[:, None]), 0.0)
+    return weights, weights * (_product(above, value, WIDE) - inner_q[:, None]) * scale
 
 
 @triton.jit
@@ -285,20 +225,18 @@ def _by_query(
     head = tl.program_id(1)
     shared = head // group
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    first_q = tl.load(first + at, mask=at < length, other=many)
-    last_q = tl.load(last + at, mask=at < length, other=0)
-    logsum_q = tl.load(logsum + head * length + at, mask=at < length, other=0.0)
-    inner_q = tl.load(inner + head * length + at, mask=at < length, other=0.0)
-    query = _rows(q, at, q_t, head * q_h, length, WIDTH, BLOCK_D)
-    above = _rows(grad, at, grad_t, head * grad_h, length, WIDTH, BLOCK_D)
+    query, above, first_q, last_q, logsum_q, inner_q = _queries(
+        q, grad, logsum, inner, first, last, at, length, many, head,
+        q_t, q_h, grad_t, grad_h, WIDTH, BLOCK_D,
+    )  # fmt: skip
     summed = tl.zeros([TILE, BLOCK_D], WIDE)
     for start in range(tl.min(first_q) // TILE * TILE, tl.max(last_q), TILE):
         keys = start + tl.arange(0, TILE)
         key = _rows(k, keys, k_t, shared * k_h, many, WIDTH, BLOCK_D)
         value = _rows(v, keys, v_t, shared * v_h, many, WIDTH, BLOCK_D)
-        seen = (keys[None, :] >= first_q[:, None]) & (keys[None, :] < last_q[:, None])
-        weights = _weights(query, key, seen, logsum_q, scale, WIDE)
-        by_score = weights * (_product(above, value, WIDE) - inner_q[:, None]) * scale
+        _, by_score = _tile(
+            query, above, key, value, keys, first_q, last_q, logsum_q, inner_q, scale, WIDE
+        )
         summed += tl.dot(by_score.to(key.dtype), key, input_precision="ieee", out_dtype=WIDE)
     _put(dq, summed, at, dq_t, head * dq_h, length, WIDTH, BLOCK_D)
 
@@ -321,15 +259,13 @@ def _by_key(
         head = shared * group + number
         for start in range(low // TILE * TILE, high, TILE):
             at = start + tl.arange(0, TILE)
-            first_q = tl.load(first + at, mask=at < length, other=many)
-            last_q = tl.load(last + at, mask=at < length, other=0)
-            logsum_q = tl.load(logsum + head * length + at, mask=at < length, other=0.0)
-            inner_q = tl.load(inner + head * length + at, mask=at < length, other=0.0)
-            query = _rows(q, at, q_t, head * q_h, length, WIDTH, BLOCK_D)
-            above = _rows(grad, at, grad_t, head * grad_h, length, WIDTH, BLOCK_D)
-            seen = (keys[None, :] >= first_q[:, None]) & (keys[None, :] < last_q[:, None])
-            weights = _weights(query, key, seen, logsum_q, scale, WIDE)
-            by_score = weights * (_product(above, value, WIDE) - inner_q[:, None]) * scale
+            query, above, first_q, last_q, logsum_q, inner_q = _queries(
+                q, grad, logsum, inner, first, last, at, length, many, head,
+                q_t, q_h, grad_t, grad_h, WIDTH, BLOCK_D,
+            )  # fmt: skip
+            weights, by_score = _tile(
+                query, above, key, value, keys, first_q, last_q, logsum_q, inner_q, scale, WIDE
+            )
             turned = tl.trans(weights.to(above.dtype))
             by_value += tl.dot(turned, above, input_precision="ieee", out_dtype=WIDE)
             turned = tl.trans(by_score.to(query.dtype))
