@@ -1,0 +1,53 @@
+"""The sites of any Transformers model: where a technique can act. Found by structure, not by lists of architectures.
+
+| site | what is there |
+|---|---|
+| map | a linear, `Conv1D` or embedding |
+| attention | the attention modules that go through Transformers' `AttentionInterface` |
+| experts | fused three-dimensional expert weights |
+| stack | the lists of blocks |
+| input | the embeddings before the first block |
+| head | final norm and output projection or classifier |
+"""
+
+from afina.seams.ends import HeadSite, head, input_embedding, task_head
+from afina.seams.kinds import MapKind, weight_of
+from afina.seams.maps import QUERY_VALUE, MapSite, attention_modules, expert_modules, map_sites
+from afina.seams.stack import (
+    MOST_BLOCKS,
+    Block,
+    Layers,
+    blocks,
+    chosen_layers,
+    parse_layers,
+    require_stack,
+    stacks,
+)
+from afina.seams.whole import classifies, first_position, holders, require_model, supports_rows
+
+__all__ = [
+    "MOST_BLOCKS",
+    "QUERY_VALUE",
+    "Block",
+    "HeadSite",
+    "Layers",
+    "MapKind",
+    "MapSite",
+    "attention_modules",
+    "blocks",
+    "chosen_layers",
+    "classifies",
+    "expert_modules",
+    "first_position",
+    "head",
+    "holders",
+    "input_embedding",
+    "map_sites",
+    "parse_layers",
+    "require_model",
+    "require_stack",
+    "stacks",
+    "supports_rows",
+    "task_head",
+    "weight_of",
+]
