@@ -11,24 +11,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
-from ..errors import ConfigError, ModelError
+from ..errors import ModelError
 from ..places import exists, local
 from .classes import check_names, name_head
 from .locate import resolve
 from .packing import Packer, Packing, check_packer
 from .precision import choose, parse_device
 from .strict import check_loaded
+from .task import Task, check_task, class_of, task_of
 from .tokenizer import check_vocabulary, repair_pad
 
 __all__ = ["Task", "load", "load_tokenizer", "quiet", "resolve", "skeleton", "task_of"]
 
 log = logging.getLogger(__name__)
-
-Task = Literal["causal", "encoder", "classification", "token_classification"]
 
 
 def load(
@@ -67,7 +66,7 @@ def load(
         TechniqueError: the weights cannot be quantised so.
     """
     labels = check_names(labels, num_labels)
-    _check_task(task, len(labels) if labels else num_labels)
+    check_task(task, len(labels) if labels else num_labels)
     check_packer(quantize)
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
@@ -89,16 +88,6 @@ def load(
     return model, tokenizer
 
 
-def _check_task(task: str | None, num_labels: int | None) -> None:
-    if task is not None and task not in get_args(Task):
-        raise ConfigError("unknown task", got=repr(task)[:80], wanted=", ".join(get_args(Task)))
-    counts = isinstance(num_labels, int) and not isinstance(num_labels, bool) and num_labels > 0
-    if num_labels is not None and not counts:
-        raise ConfigError(
-            "num_labels is the number of classes", got=repr(num_labels)[:80], wanted="1 or more"
-        )
-
-
 def _warn_unverified(source: str | Path, folder: Path) -> None:
     """Says so when a merge made this model and did not find it right; see `adapters/merge_record.py`."""
     for record in (folder / "merge.json", local(f"{source}.merge.json")):
@@ -112,50 +101,6 @@ def _warn_unverified(source: str | Path, folder: Path) -> None:
             log.warning(
                 "%s was merged from an adapter and was not verified: %s says why", source, record
             )
-
-
-def task_of(config: Any, num_labels: int | None = None) -> Task:
-    """What a model with `config` is for, by the architecture that wrote it.
-
-    Raises:
-        ModelError: an architecture with no causal head that is no encoder either.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-
-    if num_labels is not None:
-        return "classification"
-    architecture = (getattr(config, "architectures", None) or [""])[0]
-    if architecture.endswith("ForSequenceClassification"):
-        return "classification"
-    if architecture.endswith("ForTokenClassification"):
-        return "token_classification"
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-        if causal and not getattr(config, "is_encoder_decoder", False):
-            _refuse_seeing(config, architecture)
-            return "causal"
-        raise ModelError(
-            "afina adapts causal language models and encoders",
-            got=architecture,
-            wanted="a decoder alone, or an encoder alone",
-            cure="choose a model of one of these kinds (in Python task=… loads it as one, if it is)",
-        )
-    if architecture or type(config) in MODEL_FOR_MASKED_LM_MAPPING or not causal:
-        return "encoder"
-    return "causal"
-
-
-def _refuse_seeing(config: Any, architecture: str) -> None:
-    """Raises for a model that sees the tokens it is to predict."""
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
-
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
-        raise ModelError(
-            "this model sees the tokens that it should predict",
-            got=f"{architecture} with is_decoder false in config.json",
-            wanted="a decoder (in Python task='encoder' loads it as an encoder)",
-            cure="set is_decoder to true in config.json if it was trained as a decoder",
-        )
 
 
 def _config(folder: Path) -> Any:
@@ -191,24 +136,7 @@ def skeleton(folder: Path, task: Task | None = None, labels: Sequence[str] | Non
     kind = task or task_of(config, count)
     name_head(config, kind, None if labels is None else tuple(labels), count)
     with torch.device("meta"), quiet():
-        return _class_of(kind).from_config(config, trust_remote_code=False)
-
-
-def _class_of(kind: Task) -> Any:
-    from transformers import (
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
-
-    classes: dict[Task, Any] = {
-        "causal": AutoModelForCausalLM,
-        "encoder": AutoModel,
-        "classification": AutoModelForSequenceClassification,
-        "token_classification": AutoModelForTokenClassification,
-    }
-    return classes[kind]
+        return class_of(kind).from_config(config, trust_remote_code=False)
 
 
 def _model(
@@ -226,7 +154,7 @@ def _model(
         # A new head's values must not depend on what was drawn before, nor change what is drawn after.
         with torch.random.fork_rng(devices=[]), quiet():
             torch.manual_seed(0)
-            model, loaded = _class_of(kind).from_pretrained(
+            model, loaded = class_of(kind).from_pretrained(
                 folder,
                 config=config,
                 dtype=base,
