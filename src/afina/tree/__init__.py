@@ -5,7 +5,8 @@ through a forward hook, so every name of the base model, its ties and its own `s
 """
 
 from afina.tree.around import Around
-from afina.tree.edit import Edit, freeze
+from afina.tree.attached import freeze
+from afina.tree.edit import Edit
 from afina.tree.match import match, matches
 from afina.tree.technique import Delta, Side, Technique, front_of, seed_of
 from afina.tree.timing import Seams

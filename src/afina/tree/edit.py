@@ -1,4 +1,4 @@
-"""What was changed in a model: children attached, tensors trained in place, weights folded; and the way back."""
+"""Changing a model: children attached, tensors trained in place, weights folded; and the way back."""
 
 from __future__ import annotations
 
@@ -10,38 +10,24 @@ from torch import Tensor, nn
 
 from afina.counts import format_counts, parameter_counts
 from afina.errors import TechniqueError
+from afina.tree.attached import Attached
+from afina.tree.changes import Changes
 from afina.tree.fold import Folds
-from afina.tree.technique import Delta, Removable, Technique
+from afina.tree.technique import Delta, Technique
 from afina.tree.timing import Seams
 
 
-class Edit:
-    """What was changed in a model, what will train, and how to undo it.
-
-    Attributes:
-        model: the changed model.
-        techniques: the values that changed it, in the order in which they acted.
-        deltas: attached children by full name (`model.layers.0.self_attn.q_proj.lora`).
-        in_place: base tensors trained where they are, by name.
-        warnings: what may be a mistake, such as a part of the model that the techniques do not reach.
-        notes: what a user should know about how the techniques met this model.
-    """
+class Edit(Changes):
+    """What was changed in a model, what will train, and how to undo it; `Changes` has what can be asked."""
 
     def __init__(self, model: nn.Module, techniques: Sequence[Technique]) -> None:
-        self.model = model
-        self.techniques = tuple(techniques)
-        self.deltas: dict[str, Delta] = {}
-        self.in_place: dict[str, nn.Parameter] = {}
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-        self._owner: dict[str, Technique] = {}
-        self._maker: dict[str, Technique] = {}
+        super().__init__(model, techniques)
         self._snapshots: dict[str, Tensor] = {}
         self._replaced: dict[str, Callable[[], None]] = {}
         self._given_up: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self._undone = False
-        self._attached: list[_Attached] = []
+        self._attached: list[Attached] = []
         self._folds: Folds | None = None
 
     @property
@@ -65,7 +51,7 @@ class Edit:
             )
         delta.train(module.training)
         module.add_module(key, delta)
-        attached = _Attached(module, key)
+        attached = Attached(module, key)
         attached.hook()
         self._attached.append(attached)
         self.deltas[f"{target}.{key}"] = delta
@@ -120,65 +106,6 @@ class Edit:
         self._undo = [step for step in self._undo if step not in steps]
         self._given_up.extend(self._replaced)
         self._replaced.clear()
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """Every tensor that trains, by full name, in a fixed order."""
-        attached = {
-            f"{name}.{inner}": parameter
-            for name, delta in self.deltas.items()
-            for inner, parameter in delta.named_parameters()
-        }
-        return {**attached, **self.in_place}
-
-    def deltas_of(self, technique: Technique) -> dict[str, Delta]:
-        """The children that `technique` attached, by the name of the module that each acts on."""
-        end = f".{technique.key}"
-        return {
-            n.removesuffix(end): d for n, d in self.deltas.items() if self._maker[n] == technique
-        }
-
-    def in_place_of(self, technique: Technique) -> dict[str, nn.Parameter]:
-        """The base tensors that `technique` trains, by name."""
-        return {n: p for n, p in self.in_place.items() if self._owner[n] == technique}
-
-    def seams(self, total_steps: int) -> Seams:
-        """What the techniques do in the training loop."""
-        found = Seams()
-        for technique in self.techniques:
-            found = found.and_then(technique.seams(self, total_steps))
-        return found
-
-    def outcome(self) -> list[str]:
-        """What training made of the techniques beside the values, in lines."""
-        return [line for technique in self.techniques for line in technique.outcome(self)]
-
-    def state(self) -> dict[str, Tensor]:
-        """What the children hold beside their parameters, by full name: a run needs it to go on."""
-        return {
-            f"{name}.{inner}": buffer
-            for name, delta in self.deltas.items()
-            for inner, buffer in delta.named_buffers()
-        }
-
-    def lr_scales(self) -> dict[str, float]:
-        """Learning rate of each trainable tensor as a multiple of the run's."""
-        return {name: self._owner[name].lr_scale(name) for name in self.trainable()}
-
-    def silent_at_start(self) -> frozenset[str]:
-        """Names of trainable tensors whose first gradient is zero by construction."""
-        return frozenset(
-            f"{name}.{inner}"
-            for name, delta in self.deltas.items()
-            for inner in delta.silent_at_start()
-        )
-
-    def silent_at_times(self) -> frozenset[str]:
-        """Names of trainable tensors that not every step reaches."""
-        return frozenset(
-            f"{name}.{inner}"
-            for name, delta in self.deltas.items()
-            for inner in delta.silent_at_times()
-        )
 
     @contextmanager
     def disabled(self) -> Generator[None, None, None]:
@@ -339,42 +266,19 @@ class Edit:
         # `other`'s steps look snapshots up in `other`; both dictionaries hold the same tensors.
         self._undo.extend(other._undo)
 
+    def seams(self, total_steps: int) -> Seams:
+        """What the techniques do in the training loop."""
+        found = Seams()
+        for technique in self.techniques:
+            found = found.and_then(technique.seams(self, total_steps))
+        return found
+
+    def outcome(self) -> list[str]:
+        """What training made of the techniques beside the values, in lines."""
+        return [line for technique in self.techniques for line in technique.outcome(self)]
+
     def summary(self) -> str:
         """The table of trainable and total parameters, one line a block or group of equal blocks."""
         lines = format_counts(parameter_counts(self.model, self.trainable()))
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes), *self.outcome()])
-
-
-class _Attached:
-    """A child in its place, and the hooks through which it acts."""
-
-    def __init__(self, module: nn.Module, key: str) -> None:
-        self.module, self.key = module, key
-        self._handles: Sequence[Removable] = ()
-
-    def hook(self) -> None:
-        """The child acts."""
-        delta = getattr(self.module, self.key)
-        assert isinstance(delta, Delta)
-        self._handles = delta.hooks(self.module, self.key)
-
-    def unhook(self) -> None:
-        """The child acts no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = ()
-
-
-def freeze(model: nn.Module) -> Callable[[], None]:
-    """Freezes every parameter; the result puts each flag back."""
-    # By name, for a reference to a tensor would keep it in memory after another has taken its place.
-    flags = {name: p.requires_grad for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-
-    def restore() -> None:
-        for name, flag in flags.items():
-            model.get_parameter(name).requires_grad_(flag)
-
-    return restore
