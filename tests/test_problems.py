@@ -80,6 +80,23 @@ def test_a_value_is_answered_with_what_was_wanted(kind: Any, values: Any, said: 
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("token", "wanted"),
+    [
+        (-1, "greater than or equal to 0"),
+        ("", "a text that is not empty"),
+        (1.5, "an integer or a text"),
+    ],
+)
+def test_of_a_number_or_a_text_only_what_the_value_can_be_is_wanted(
+    token: Any, wanted: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TECHNIQUES["trainable_tokens"](tokens=(token, {}))
+    assert caught.value.wanted == wanted
+    assert caught.value.cure == ("put it in quotes" if token == 1.5 else None)
+
+
 def test_a_file_still_sees_the_place_of_each_value() -> None:
     with pytest.raises(ValidationError):
         TrainSettings.model_validate({"lr": 0})

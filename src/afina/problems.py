@@ -97,6 +97,7 @@ def _problem(
     origin = origins.get(path, "")
     if first["type"] in ("value_error", "assertion_error"):
         return ConfigError(at(origin, f"{name}: {sentence}"), got=as_json(first["input"]))
+    details = _of_its_kind([one for one in details if one["input"] is first["input"]])
     # Of a list that is too short, each place that is missing is a detail: the last tells its length.
     places = [place for place in details if place["type"] == "missing"]
     told = [*(one for one in details if one not in places), *places[-1:]]
@@ -108,7 +109,17 @@ def _problem(
     )
 
 
+def _of_its_kind(details: list[Any]) -> list[Any]:
+    """Of a union's members only those that are of the value's own kind, where there are some: what bounds it broke."""
+    near = [one for one in details if one["type"].startswith(_BOUNDS)]
+    return near or details
+
+
+_BOUNDS = ("greater_than", "less_than", "multiple_of", "string_too_")
+"""How pydantic's names of broken bounds begin."""
+
 _WANTED = {
+    "String should have at least 1 character": "a text that is not empty",
     "a valid boolean": "true or false",
     "a valid string": "a text",
     "a valid integer": "an integer",
