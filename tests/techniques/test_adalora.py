@@ -18,7 +18,8 @@ from afina.adapters.fitting import fit
 from afina.adapters.merge_plan import changes
 from afina.errors import AdapterError, ConfigError, TechniqueError
 from afina.table import apply
-from afina.techniques.adalora import AdaLoRA, AdaLoRADelta, Schedule, least, orthogonality
+from afina.techniques.adalora import AdaLoRA, AdaLoRADelta, orthogonality
+from afina.techniques.adalora_budget import Schedule, least
 from afina.tree import Edit
 from tests import battery
 from tests.train import kit

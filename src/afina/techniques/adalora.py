@@ -23,7 +23,6 @@ not squared and the order of the phases as in PEFT 0.21.2, which this equals ste
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.errors import TechniqueError, counted
 from afina.ops.lowrank import low_rank_add
+from afina.techniques.adalora_budget import Allocation, Schedule, smooth
 from afina.techniques.maps import OnMaps, per_site
 from afina.tree import Delta, Edit, Seams, Side, seed_of
 
@@ -195,44 +195,6 @@ def _refuse_unfit(sites: list[seams.MapSite], ranks: Mapping[str, int]) -> None:
 # --- mathematics -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How many directions there are after each step: all of them, then fewer by a cubic law, then the target.
-
-    Attributes:
-        first, last: directions of all maps at the beginning and at the end.
-        tinit: steps before the first cut.
-        tfinal: steps after the last one.
-        delta_t: steps between cuts.
-        total_steps: of the run.
-    """
-
-    first: int
-    last: int
-    tinit: int
-    tfinal: int
-    delta_t: int
-    total_steps: int
-
-    @property
-    def end(self) -> int:
-        """Steps done at the last cut."""
-        return self.total_steps - self.tfinal
-
-    def budget(self, done: int) -> int:
-        """Directions after so many steps."""
-        if done <= self.tinit:
-            return self.first
-        if done >= self.end:
-            return self.last
-        left = 1 - (done - self.tinit) / (self.end - self.tinit)
-        return int((self.first - self.last) * left**3 + self.last)
-
-    def cuts(self, done: int) -> bool:
-        """Whether ranks are cut after so many steps."""
-        return done == self.end or (self.tinit < done < self.end and done % self.delta_t == 0)
-
-
 def orthogonality(matrices: Iterable[Tensor]) -> Tensor:
     """Mean of ‖M Mᵀ − 1‖ over matrices M (r, width)."""
     norms: list[Tensor] = []
@@ -241,19 +203,6 @@ def orthogonality(matrices: Iterable[Tensor]) -> Tensor:
         apart_RR = gram_RR - torch.eye(len(gram_RR), dtype=m_RW.dtype, device=m_RW.device)
         norms.append(apart_RR.square().sum().sqrt())
     return torch.stack(norms).mean()
-
-
-def smooth(mean: Tensor, spread: Tensor, importance: Tensor, beta1: float, beta2: float) -> None:
-    """M and U of one step, in their own memory; `importance` is |w · dL/dw|."""
-    mean.mul_(beta1).add_(importance, alpha=1 - beta1)
-    spread.mul_(beta2).add_((importance - mean).abs_(), alpha=1 - beta2)
-
-
-def least(scores: Tensor, count: int) -> Tensor:
-    """Which `count` of the scores (N,) are the least, as flags (N,); of equal ones the first."""
-    flags = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-    flags[scores.argsort(stable=True)[:count]] = True
-    return flags
 
 
 # --- module ----------------------------------------------------------------------------------------------------
@@ -350,35 +299,3 @@ class AdaLoRADelta(Delta):
         if kept is not None:
             mine.copy_(kept)
         self.e.masked_fill_(~mine[:, None], 0.0)
-
-
-class Allocation:
-    """What happens to the directions of all maps after each step of a run; what it knows is in the deltas."""
-
-    def __init__(
-        self, deltas: list[AdaLoRADelta], schedule: Schedule, betas: tuple[float, float]
-    ) -> None:
-        self._deltas, self._schedule, self._betas = deltas, schedule, betas
-
-    def look(self, step: int, tensors: dict[str, nn.Parameter]) -> None:
-        """Importances, once the tensors have moved; after the last cut they are of no more use."""
-        if step + 1 < self._schedule.end:
-            for delta in self._deltas:
-                delta.look(self._betas)
-
-    def cut(self, step: int) -> None:
-        """Cuts where it is time, whether or not the step moved the tensors; after the last, what was cut stays so."""
-        done = step + 1
-        if self._schedule.cuts(done):
-            self._allocate(self._schedule.budget(done))
-        elif done > self._schedule.end:
-            for delta in self._deltas:
-                delta.keep()
-
-    def _allocate(self, budget: int) -> None:
-        scores = torch.cat([delta.scores() for delta in self._deltas])
-        kept = ~least(scores, len(scores) - budget)
-        start = 0
-        for delta in self._deltas:
-            delta.keep(kept[start : start + delta.rank])
-            start += delta.rank

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from torch.utils.hooks import RemovableHandle
 
 from afina import seams
 from afina.errors import TechniqueError
+from afina.techniques.bottleneck_hooks import Adds, Reads, Slot
 from afina.techniques.maps import Beside
 from afina.techniques.sublayers import Sublayer, sublayers
 from afina.tree import Delta, Edit, Side, seed_of
@@ -219,7 +220,7 @@ class BottleneckDelta(Delta):
         apart = self.parallel and place.reader is not place.module
         # In a tuple, for a module that is an attribute would become a child.
         self._reader = (place.reader,) if apart else ()
-        self.slot = _Slot()
+        self.slot = Slot()
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The sublayer's output `y`, and the change beside it.
@@ -239,11 +240,11 @@ class BottleneckDelta(Delta):
 
     def hooks(self, module: nn.Module, key: str) -> list[RemovableHandle]:
         """Acts on the first output of `module`; a parallel one reads where the sublayer begins."""
-        made = [module.register_forward_hook(_Adds(key), with_kwargs=True)]
+        made = [module.register_forward_hook(Adds(key), with_kwargs=True)]
         for reader in self._reader:
             # First of all, so that it reads what the sublayer is given and not what others make of it.
             made.append(
-                reader.register_forward_pre_hook(_Reads(self), prepend=True, with_kwargs=True)
+                reader.register_forward_pre_hook(Reads(self), prepend=True, with_kwargs=True)
             )
         return made
 
@@ -265,49 +266,3 @@ class BottleneckDelta(Delta):
         """What meets the zero of U, or of all that is scaled."""
         learned = {"scale"} if self.scale is not None else set[str]()
         return frozenset({"down", "down_bias"} | learned)
-
-
-class _Slot:
-    """What was read at one end of a sublayer, until the other end takes it; nothing of it is ever copied along."""
-
-    def __init__(self) -> None:
-        self.held: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Slot:
-        return _Slot()
-
-
-class _Reads:
-    """Keeps what a sublayer is given. A deep copy of a model copies this too, with its own child."""
-
-    def __init__(self, delta: BottleneckDelta) -> None:
-        self.delta = delta
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.delta.enabled:
-            self.delta.slot.held = _first(args, kwargs)
-
-
-class _Adds:
-    """Calls the child of that name with the first output of a module that may have several."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        delta: BottleneckDelta = getattr(module, self.key)
-        if not delta.enabled:
-            return output
-        x, delta.slot.held = delta.slot.held, None
-        x = _first(args, kwargs) if x is None else x
-        if not isinstance(output, tuple):
-            return delta(x, output, module)
-        several = cast("tuple[Any, ...]", output)
-        return (delta(x, several[0], module), *several[1:])
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module is given first: Transformers hands attention its states by name."""
-    return args[0] if args else next(iter(kwargs.values()))
