@@ -316,6 +316,40 @@ def test_an_adapter_that_was_cut_trains_on(tmp_path: Path, total: int) -> None:
     assert sum(int(d.used().sum()) for d in deltas(edit).values()) == before
 
 
+def test_one_that_was_not_cut_starts_a_run_of_any_length(tmp_path: Path) -> None:
+    """The steps in its file are those of the run before."""
+    technique = SMALL.model_copy(update={"tinit": 200, "tfinal": 300})
+    model = battery.build("llama")
+    longer = apply(model, [technique])
+    longer.seams(1000)
+    battery.train(model, longer)
+    files.save(longer, tmp_path / "a", base="tiny")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (config["tinit"], config["tfinal"], config["rank_pattern"]) == (200, 300, None)
+    edit = files.load(battery.build("llama"), tmp_path / "a")
+    edit.seams(10)
+    (schedule,) = {delta.schedule for delta in deltas(edit).values()}
+    assert (schedule.tinit, schedule.tfinal, schedule.total_steps) == (1, 3, 10)
+    assert schedule.first > schedule.last
+
+
+def test_values_are_written_into_what_was_cut() -> None:
+    """Into the directions that are left, and nowhere else."""
+    pair = cut_pair()
+    before = battery.logits(pair.model)
+    kept = {key: tensor.detach().clone() for key, tensor in files.peft_tensors(pair.edit).items()}
+    unused = {name: d.a[~d.used()].clone() for name, d in deltas(pair.edit).items()}
+    with torch.no_grad():
+        for delta in deltas(pair.edit).values():
+            for parameter in (delta.a, delta.b, delta.e):
+                parameter.mul_(2)
+    battery.differs(battery.logits(pair.model), before)
+    files.restore(pair.edit, kept)
+    assert torch.equal(battery.logits(pair.model), before)
+    for name, delta in deltas(pair.edit).items():
+        assert torch.equal(delta.a[~delta.used()], unused[name] * 2)
+
+
 def test_refusals() -> None:
     model = battery.build("llama")
     with pytest.raises(TechniqueError, match="embedding"):

@@ -81,12 +81,14 @@ def part_tensors(part: Part) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, delta in part.deltas.items():
         found |= {f"{PREFIX}{name}.{end}": tensor for end, tensor in kind.tensors(delta).items()}
+    return found | _in_place(part)
+
+
+def _in_place(part: Part) -> dict[str, Tensor]:
+    """The base's own tensors that train, a tied one under each of its names: PEFT, which copies modules, wants both."""
     trained = {id(p) for p in part.in_place.values()}
-    # A tied tensor has two names, and PEFT, which copies whole modules, must find it under both.
-    for name, parameter in part.model.named_parameters(remove_duplicate=False):
-        if id(parameter) in trained:
-            found[PREFIX + name] = parameter
-    return found
+    every = part.model.named_parameters(remove_duplicate=False)
+    return {PREFIX + name: parameter for name, parameter in every if id(parameter) in trained}
 
 
 @torch.no_grad()
@@ -112,7 +114,15 @@ def fill(edit: Edit, tensors: Mapping[str, Tensor]) -> None:
                 wanted="a technique whose tensors are those of the file",
                 cure="start by default, with the file's rank",
             )
-        for key, target in part_tensors(part).items():
+        targets = part_tensors(part)
+        if kind.put is not None:
+            targets = _in_place(part)
+            for name, delta in part.deltas.items():
+                begin = f"{PREFIX}{name}."
+                kind.put(
+                    delta, {k[len(begin) :]: t for k, t in mine.items() if k.startswith(begin)}
+                )
+        for key, target in targets.items():
             if not target.is_meta:
                 target.copy_(mine[key])
 

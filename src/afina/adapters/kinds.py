@@ -91,7 +91,9 @@ class Kind:
         ending: the end of a key that belongs to a place; group `part` is the ending without an adapter's name, group
             `adapter` that name, if there is one.
         part: the canonical ending that a match of `ending` stands for.
-        tensors: the tensors of a delta by the ending of their keys; writing into them writes into the model.
+        tensors: the tensors of a delta by the ending of their keys; writing into them writes into the model, unless
+            there is `put`.
+        put: gives a delta the values of such tensors.
         sites: the places of a model where it can act, by name, each with whatever `misfit` must know of it.
         named: the names of the sites that a configuration names, given how it calls each module of the model; None when
             it does not say.
@@ -113,6 +115,7 @@ class Kind:
     ending: re.Pattern[str] = re.compile(r"(?!)")
     part: Callable[[re.Match[str]], str] = lambda match: match["part"]
     tensors: Callable[[Delta], dict[str, Tensor]] = lambda delta: dict(delta.named_parameters())
+    put: Callable[[Delta, Parts], None] | None = None
     sites: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
     named: Callable[[nn.Module, Config, Mapping[str, str]], set[str] | None] = lambda *_: None
     misfit: Callable[[Any, Parts], dict[str, str]] = lambda site, parts: {}

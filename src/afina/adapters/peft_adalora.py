@@ -133,7 +133,7 @@ def _technique_of(model: nn.Module, config: Config, places: Places) -> AdaLoRA:
     given = {
         ours: config[theirs]
         for ours, theirs in _SETTINGS.items()
-        if config.get(theirs) is not None and ours not in ("init_rank", "target_rank")
+        if config.get(theirs) is not None and ours not in _OF_ITS_RUN
     }
     others = (s.name for s in seams.map_sites(model) if s.name not in ranks)
     return AdaLoRA(
@@ -168,6 +168,9 @@ _SETTINGS = {
 }
 """Our settings by theirs."""
 
+_OF_ITS_RUN = ("init_rank", "target_rank", "tinit", "tfinal")
+"""Those that are read otherwise: the ranks below, and steps of a run that is over, which mean nothing in another."""
+
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -181,6 +184,15 @@ def _tensors(delta: Delta) -> dict[str, Tensor]:
     if not used.any():
         return {}
     return {"lora_A": delta.a[used], "lora_B": delta.b[:, used], "lora_E": delta.e[used]}
+
+
+def _put(delta: Delta, parts: Parts) -> None:
+    """Writes the directions of a file into those that are used."""
+    assert isinstance(delta, AdaLoRADelta)
+    used = delta.used()
+    if used.any() and not delta.a.is_meta:
+        delta.a[used], delta.e[used] = (parts[end].to(delta.a) for end in ("lora_A", "lora_E"))
+        delta.b[:, used] = parts["lora_B"].to(delta.b)
 
 
 def _config(part: Part) -> dict[str, Any]:
@@ -227,6 +239,7 @@ ADALORA = Kind(
     allowed=_ALLOWED,
     ending=re.compile(r"\.(?P<part>lora_[ABE])(\.(?P<adapter>(?!weight$)[^.]+))?$"),
     tensors=_tensors,
+    put=_put,
     config=_config,
     sites=_sites,
     named=_named,

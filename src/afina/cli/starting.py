@@ -68,7 +68,7 @@ def start_from(
     from afina.errors import ConfigError
     from afina.table import apply
 
-    free = ("dropout", "loraplus_ratio")
+    free = ("dropout", "loraplus_ratio", "tinit", "tfinal", "delta_t")
     own = [
         path
         for path, origin in resolved.origins.items()
@@ -82,7 +82,7 @@ def start_from(
         raise ConfigError(
             "--init-from takes the techniques and their settings from the adapter",
             got=", ".join(own),
-            cure=f"leave these out; only {' and '.join(free)} may differ",
+            cure=f"leave these out; only {', '.join(free)} may differ",
         )
     folder = source / "adapter" if (source / "adapter").is_dir() else source
     fitted = files.fit(model, folder, allow_partial=allow_partial)
