@@ -21,7 +21,7 @@ from afina.models.generate import generate
 from afina.table import TECHNIQUES, apply
 from afina.techniques.adalora import AdaLoRA
 from afina.techniques.lora import LoRA
-from afina.techniques.quantize import Quantize
+from afina.techniques.prompt import PromptTuning
 from afina.tree import Edit
 from tests import battery
 from tests.data import kit
@@ -157,6 +157,10 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
         "kind": "int8", "block": 32, "double_quant": False, "compute_dtype": "bf16", "target": ("q_proj",),
         "exclude": ("q_proj",),
     },
+    "layer_decay": {
+        "decay": 0.5, "convention": "electra", "min_scale": 0.95, "new_modules": "layer", "scales": {"q_proj": 3.0},
+    },
+    "gradient_noise": {"eta": 0.3, "gamma": 1.0, "mode": "absolute"},
 }  # fmt: skip
 
 
@@ -174,6 +178,13 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What a technique must be given, or is too large without for a tiny model."""
 
+BESIDE: dict[str, list[Any]] = {
+    "quantize": [LoRA(rank=2)],
+    "layer_decay": [LoRA(rank=2), PromptTuning(tokens=2)],
+    "gradient_noise": [LoRA(rank=2)],
+}
+"""Of what trains nothing itself, what trains beside it shows the difference."""
+
 STEPS = 10
 
 
@@ -186,24 +197,27 @@ def trained(kind: type[Any], /, **settings: Any) -> Any:
     """What a technique makes of a model: names, shapes, learning rates, a first gradient, the end of a run."""
     model = battery.build("llama")
     beside = SMALL.get(kind.key, {})
-    # Of what trains nothing itself, what trains beside it shows the difference.
-    others = [LoRA(rank=2)] if kind is Quantize else []
     edit = apply(
         model,
-        [kind(**(beside | settings)), *others],
+        [kind(**(beside | settings)), *BESIDE.get(kind.key, [])],
         tokenizer=letters if "text" in settings else None,
     )
     torch.manual_seed(0)
     model.train()
     parts = edit.trainable()
     gradient(model)
+    seams, rates = edit.seams(STEPS), edit.lr_scales()
+    for change in seams.param_groups:
+        rates = change(rates)
+    for before in seams.before_step:
+        before(3, parts)
     first = {name: float(tensor.grad.abs().sum()) for name, tensor in parts.items()}
     if kind is AdaLoRA:
         run(model, edit)
     return {
         name: (
             tuple(tensor.shape),
-            edit.lr_scales()[name],
+            rates[name],
             first[name],
             float(tensor.detach().sum()),
         )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from afina.evaluate.evaluate import evaluate
     from afina.models.generate import generate
     from afina.models.hub import load
+    from afina.optim.gradient_noise import GradientNoise
+    from afina.optim.layer_decay import LayerDecay
     from afina.reports.check import check
     from afina.table import apply
     from afina.techniques.adalora import AdaLoRA
@@ -55,7 +57,9 @@ _HOMES = {
     "ExtractSettings": "afina.adapters.extract",
     "Full": "afina.techniques.full",
     "GenerateSettings": "afina.config",
+    "GradientNoise": "afina.optim.gradient_noise",
     "IA3": "afina.techniques.ia3",
+    "LayerDecay": "afina.optim.layer_decay",
     "LoRA": "afina.techniques.lora",
     "MergeSettings": "afina.adapters.merge",
     "Merged": "afina.adapters.merge",
@@ -96,6 +100,8 @@ __all__ = [
     "ExtractSettings",
     "Full",
     "GenerateSettings",
+    "GradientNoise",
+    "LayerDecay",
     "LoRA",
     "MergeSettings",
     "Merged",

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from afina.errors import ConfigError, TechniqueError
+from afina.optim.gradient_noise import GradientNoise
+from afina.optim.layer_decay import LayerDecay
 from afina.seams import require_model
 from afina.techniques.adalora import AdaLoRA
 from afina.techniques.bitfit import BitFit
@@ -40,6 +42,8 @@ TECHNIQUES: dict[str, type[Technique]] = {
     "ia3": IA3,
     "bottleneck": Bottleneck,
     "full": Full,
+    "layer_decay": LayerDecay,
+    "gradient_noise": GradientNoise,
 }
 
 ORDER: tuple[str, ...] = (
@@ -55,6 +59,8 @@ ORDER: tuple[str, ...] = (
     "prefix",
     "prompt",
     "p_tuning",
+    "layer_decay",
+    "gradient_noise",
 )
 """The order in which techniques act on a model, whatever the order in which they were given."""
 

@@ -18,8 +18,8 @@ from tests import battery
 from tests.battery import CASES, CHECKS, Case
 
 PLAIN_BUILD = battery.build
-ALONE = {"quantize", "full"}
-"""Which is the base itself, and which changes the very weights that are packed."""
+ALONE = {*battery.WITHOUT_ROWS, "full"}
+"""Which is the base itself, which change no tensor, and which changes the very weights that are packed."""
 
 
 def first_of_each() -> list[Case]:

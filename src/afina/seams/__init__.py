@@ -10,6 +10,7 @@
 | head | final norm and output projection or classifier |
 """
 
+from afina.seams.depth import Depths, Place
 from afina.seams.ends import HeadSite, head, input_embedding, task_head
 from afina.seams.kinds import MapKind, weight_of
 from afina.seams.maps import QUERY_VALUE, MapSite, attention_modules, expert_modules, map_sites
@@ -29,10 +30,12 @@ __all__ = [
     "MOST_BLOCKS",
     "QUERY_VALUE",
     "Block",
+    "Depths",
     "HeadSite",
     "Layers",
     "MapKind",
     "MapSite",
+    "Place",
     "attention_modules",
     "blocks",
     "chosen_layers",

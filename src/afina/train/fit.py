@@ -76,11 +76,20 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
         raise RunError(
             "nothing would train",
             got=", ".join(technique.key for technique in edit.techniques) or "no technique",
-            cure="add one that trains: --technique quantize --technique lora (in Python afina.apply(model, "
-            "[afina.Quantize(), afina.LoRA()]))"
+            cure=_beside(edit)
             if edit.techniques
             else "apply a technique first: afina.apply(model, [...])",
         )
+
+
+def _beside(edit: Edit) -> str:
+    """How to add LoRA to techniques that train nothing themselves."""
+    flags = " ".join(f"--technique {technique.key}" for technique in edit.techniques)
+    values = ", ".join(f"afina.{type(technique).__name__}(…)" for technique in edit.techniques)
+    return (
+        f"add one that trains: {flags} --technique lora (in Python afina.apply(model, "
+        f"[{values}, afina.LoRA()]))"
+    )
 
 
 def _refuse_state(edit: Edit) -> None:
