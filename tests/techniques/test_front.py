@@ -506,6 +506,37 @@ def test_a_prefix_is_refused_where_attention_cannot_be_reached() -> None:
         logits(model)
 
 
+@every
+def test_more_places_than_the_model_has_are_refused(technique: Technique) -> None:
+    """Before any row is read, for no row is to blame."""
+    model = build("llama")
+    most = model.config.max_position_embeddings - 2
+    with pytest.raises(TechniqueError, match=f"{technique.key}.tokens leaves no room") as caught:
+        apply(model, [technique.model_copy(update={"tokens": most + 1})])
+    assert str(caught.value.wanted).startswith(f"at most {most},")
+    apply(model, [technique.model_copy(update={"tokens": most})])
+    assert context_of(model) == 2
+    close(logits(model)[:, :1], model(input_ids=IDS[:, :1]).logits)
+
+
+@pytest.mark.parametrize("method", [PromptTuning, PrefixTuning])
+def test_what_is_left_over_of_a_text_is_told(method: Any) -> None:
+    for tokens, told in (
+        (2, "the last 3 tokens of its text are"),
+        (4, "the last token of its text is"),
+    ):
+        edit = apply(
+            build("llama"), [method(tokens=tokens, start="text", text_ids=(5, 7, 9, 11, 2))]
+        )
+        (note,) = edit.notes
+        assert told in note, note
+        assert f"{method.key}.tokens is {tokens}" in note
+        assert note in edit.summary()
+    assert not apply(
+        build("llama"), [method(tokens=5, start="text", text_ids=(5, 7, 9, 11, 2))]
+    ).notes
+
+
 def test_a_prefix_at_the_wrong_places_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: keys put behind the first place, and the checks above fail."""
     from afina.ops import prefix

@@ -19,6 +19,7 @@ from afina.errors import ModelError
 from afina.models.head import Head
 from afina.ops import interface
 from afina.ops.layout import with_layout
+from afina.seams.whole import positions
 from afina.tree import front_of
 from afina.types import IGNORE, Batch, Context
 
@@ -42,10 +43,8 @@ def packing(model: nn.Module, packed: bool) -> Iterator[None]:
 
 def context_of(model: Any) -> int | None:
     """The tokens of a row that a model can read at once; None where its config does not say."""
-    config = getattr(model, "config", None)
-    of_text = getattr(config, "get_text_config", lambda: config)()
-    limit = getattr(of_text, "max_position_embeddings", None)
-    return None if limit is None else limit - seams.first_position(model) - front_of(model)
+    limit = positions(model)
+    return None if limit is None else limit - front_of(model)
 
 
 @contextmanager

@@ -53,6 +53,14 @@ def first_position(model: nn.Module) -> int:
     return 0
 
 
+def positions(model: nn.Module) -> int | None:
+    """How many places a row can have in a model; None where its configuration does not say."""
+    config = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", lambda: config)()
+    limit = getattr(of_text, "max_position_embeddings", None)
+    return None if limit is None else limit - first_position(model)
+
+
 def supports_rows(model: nn.Module) -> bool:
     """Whether attention can be told which row a token belongs to, which packing needs.
 

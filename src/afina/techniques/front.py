@@ -22,16 +22,36 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from afina.errors import TechniqueError
+from afina.errors import TechniqueError, counted
+from afina.seams.whole import positions
 from afina.techniques.front_calls import InFront
 from afina.techniques.maps import Beside
 from afina.tree import Delta, seed_of
+
+SHORTEST = 2
+"""Tokens of the shortest row from which anything can be learnt: one, and one to predict."""
 
 
 class BeforeRows(Beside):
     """A method that puts places in front of every row."""
 
     tokens: int = Field(default=20, ge=1, description="n, places in front of every row")
+
+    def trunk(self, model: nn.Module) -> str:
+        """The name of the model without its head, which has room for the places and a row behind them.
+
+        Raises:
+            TechniqueError: see `trunk_of`; or the places leave rows no room.
+        """
+        name, most = trunk_of(model, self.key), positions(model)
+        if most is not None and most - self.tokens < SHORTEST:
+            raise TechniqueError(
+                f"{self.key}.tokens leaves no room for rows: its places are among those that the model has",
+                got=f"{self.tokens}, of {counted(most, 'place')}",
+                wanted=f"at most {most - SHORTEST}, and far fewer for rows of any length",
+                cure=f"lower {self.key}.tokens",
+            )
+        return name
 
 
 class FromText(BeforeRows):
@@ -86,6 +106,17 @@ class FromText(BeforeRows):
                 got=strange[0],
                 wanted=f"ids from 0 to {vocabulary - 1}",
             )
+
+    def unused(self) -> list[str]:
+        """Says that not all of the text's tokens are a start, where there are more of them than places."""
+        over = len(self.text_ids) - self.tokens
+        if over <= 0:
+            return []
+        return [
+            f"{self.key}: the last {counted(over, 'token') if over > 1 else 'token'} of its text "
+            f"{'are' if over > 1 else 'is'} not used: it has "
+            f"{len(self.text_ids)}, and {self.key}.tokens is {self.tokens}"
+        ]
 
     def start_ids(self, vocabulary: int, seed: int) -> Tensor:
         """The n tokens to start from (n,): those of the text again and again, or cut; or drawn."""

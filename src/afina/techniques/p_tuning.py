@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from afina import seams
-from afina.techniques.front import BeforeRows, FrontDelta, start_network, trunk_of
+from afina.techniques.front import BeforeRows, FrontDelta, start_network
 from afina.tree import Edit, Side, seed_of
 
 Network = Literal["mlp", "lstm", "none"]
@@ -47,9 +47,9 @@ class PTuning(BeforeRows):
         """See `Technique.apply`.
 
         Raises:
-            TechniqueError: the model cannot have anything in front of its rows.
+            TechniqueError: the model cannot have anything in front of its rows, or has no room for so much.
         """
-        trunk = trunk_of(model, self.key)
+        trunk = self.trunk(model)
         weight = model.get_submodule(seams.input_embedding(model)).get_parameter("weight")
         with Edit(model, [self]).whole() as edit:
             edit.attach(trunk, self, PTuningDelta(self, weight))

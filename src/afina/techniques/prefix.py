@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from afina import seams
 from afina.errors import ModelError, TechniqueError
 from afina.ops.prefix import KEYWORD, Entered, Prefix
-from afina.techniques.front import FromText, FrontDelta, start_network, trunk_of
+from afina.techniques.front import FromText, FrontDelta, start_network
 from afina.tree import Edit, Side, seed_of
 
 Start = Literal["vocabulary", "text", "random", "zero"]
@@ -64,16 +64,17 @@ class PrefixTuning(FromText):
         """See `Technique.apply`.
 
         Raises:
-            TechniqueError: the model cannot have anything in front of its rows, or its attention cannot be reached;
-                or nobody told the text's tokens.
+            TechniqueError: the model cannot have anything in front of its rows, or no room for so much; its
+                attention cannot be reached; or nobody told the text's tokens.
         """
-        trunk = trunk_of(model, self.key)
+        trunk = self.trunk(model)
         form = form_of(model)
         weight = model.get_submodule(seams.input_embedding(model)).get_parameter("weight")
         self.refuse_text(weight.shape[0])
         with Edit(model, [self]).whole() as edit:
             edit.attach(trunk, self, PrefixDelta(self, form, weight))
             self.train_whole(edit, undoable=undoable)
+        edit.notes.extend(self.unused())
         return edit
 
     @torch.no_grad()

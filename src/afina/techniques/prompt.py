@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from afina import seams
-from afina.techniques.front import FromText, FrontDelta, trunk_of
+from afina.techniques.front import FromText, FrontDelta
 from afina.tree import Edit, Side, seed_of
 
 
@@ -40,14 +40,16 @@ class PromptTuning(FromText):
         """See `Technique.apply`.
 
         Raises:
-            TechniqueError: the model cannot have anything in front of its rows, or nobody told the text's tokens.
+            TechniqueError: the model cannot have anything in front of its rows, or no room for so much; or nobody
+                told the text's tokens.
         """
-        trunk = trunk_of(model, self.key)
+        trunk = self.trunk(model)
         weight = model.get_submodule(seams.input_embedding(model)).get_parameter("weight")
         self.refuse_text(weight.shape[0])
         with Edit(model, [self]).whole() as edit:
             edit.attach(trunk, self, PromptDelta(self.tokens, weight))
             self.train_whole(edit, undoable=undoable)
+        edit.notes.extend(self.unused())
         return edit
 
     @torch.no_grad()
