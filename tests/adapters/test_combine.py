@@ -17,7 +17,7 @@ import afina
 from afina.adapters import files
 from afina.adapters.combine import CombineSettings, combine
 from afina.adapters.inspection import inspect
-from afina.adapters.products import read_source
+from afina.adapters.sources import read_source
 from afina.errors import AdapterError, ConfigError
 from tests import battery
 from tests.adapters.kit import CONFIG, RECORD, WEIGHTS, build, edit_config, edit_tensors, randomise

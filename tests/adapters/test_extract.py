@@ -169,7 +169,7 @@ def test_bf16_models(tmp_path: Path) -> None:
     assert made.error < 1e-6
     change = tuned.model.layers[0].self_attn.q_proj.weight.double()
     change = change - base.model.layers[0].self_attn.q_proj.weight.double()
-    from afina.adapters.products import read_source
+    from afina.adapters.sources import read_source
 
     found = read_source(tmp_path / "out").products["model.layers.0.self_attn.q_proj"].dense()
     assert error({"q": found}, {"q": change.detach()}) < 1e-6

@@ -20,7 +20,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertForMaskedLM, BertModel
 
 import afina
-from afina.adapters import files, merge_check, merge_files, merge_job, merge_plan
+from afina.adapters import (
+    files,
+    merge_changes,
+    merge_check,
+    merge_files,
+    merge_job,
+    merge_plan,
+)
 from afina.adapters.merge import Merged, MergeSettings, merge_unchecked
 from afina.adapters.merge_shards import Stored, read_shards
 from afina.errors import AdapterError, AfinaError, ConfigError, DataError, ModelError
@@ -262,7 +269,7 @@ def test_ties_that_nothing_parts_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         whole = BertForMaskedLM(config)
     edit = apply(battery.build("bert"), [LoRA(rank=3, target=("word_embeddings",))])
-    found = merge_plan.changes(whole, edit.techniques, files.peft_tensors(edit))
+    found = merge_changes.changes(whole, edit.techniques, files.peft_tensors(edit))
     with pytest.raises(AdapterError, match="cannot be merged"):
         merge_plan.make_plan(whole, read_shards(base), found)
 

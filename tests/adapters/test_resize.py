@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 import afina
 from afina.adapters import files
-from afina.adapters.products import Product, read_source
+from afina.adapters.products import Product
 from afina.adapters.resize import ResizeSettings, resize
+from afina.adapters.sources import read_source
 from afina.errors import AdapterError, ConfigError
 from tests.adapters.kit import CONFIG, RECORD, WEIGHTS
 from tests.adapters.test_combine import deltas, error, made_by_peft, read_by_peft

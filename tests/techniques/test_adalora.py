@@ -15,7 +15,7 @@ from torch import Tensor
 
 from afina.adapters import files
 from afina.adapters.fitting import fit
-from afina.adapters.merge_plan import changes
+from afina.adapters.merge_changes import changes
 from afina.errors import AdapterError, ConfigError, TechniqueError
 from afina.table import apply
 from afina.techniques.adalora import AdaLoRA, AdaLoRADelta, orthogonality

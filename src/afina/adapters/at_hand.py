@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
+from afina.adapters.base_files import locate, reader
 from afina.adapters.fingerprint import Read, base_fingerprint, same_base
 from afina.adapters.fitting import KINDS, fit
 from afina.adapters.kinds import refuse_settings
 from afina.adapters.layout import CONFIG, PREFIX, read_tensors
-from afina.adapters.merge_plan import locate, reader
 from afina.adapters.merge_shards import read_shards
 from afina.adapters.names import entries
 from afina.adapters.placing import place
-from afina.adapters.products import Source
+from afina.adapters.sources import Source
 from afina.errors import AdapterError, ConfigError, ModelError
 from afina.models import hub
 from afina.models.locate import resolve

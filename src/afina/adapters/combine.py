@@ -23,14 +23,9 @@ from afina.adapters.arithmetic import How, Place, combined, error_of, kept_of
 from afina.adapters.at_hand import AtHand, base_at_hand, refuse_other_bases
 from afina.adapters.computed import Computed
 from afina.adapters.outputs import MADE_BY, place_of, refuse_out
-from afina.adapters.products import (
-    Product,
-    Source,
-    read_source,
-    refuse_other_shapes,
-    stored_type,
-)
+from afina.adapters.products import Product
 from afina.adapters.result import result_of
+from afina.adapters.sources import Source, read_source, refuse_other_shapes, stored_type
 from afina.errors import AdapterError, ConfigError
 from afina.ops import mixing
 from afina.problems import Frozen, of_kind

@@ -24,8 +24,8 @@ import torch
 from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
 
+from afina.adapters.base_files import locate
 from afina.adapters.export_tokens import backend_of, pre_of, write_tokenizer
-from afina.adapters.merge_plan import locate
 from afina.adapters.merge_shards import Stored, read_shards
 from afina.errors import ModelError
 from afina.models import hub

@@ -24,8 +24,10 @@ from afina.adapters.card import read_record, read_settings
 from afina.adapters.fitting import KINDS
 from afina.adapters.kinds import refuse_settings
 from afina.adapters.layout import CONFIG, PREFIX, RECORD, WEIGHTS, read_config, stacked
+from afina.adapters.oddities import broken, idle
 from afina.adapters.outputs import MADE_BY
-from afina.adapters.products import EMBEDDING, LINEAR, VALUES, adapter_of, of_experts, product_of
+from afina.adapters.products import EMBEDDING, LINEAR, VALUES, of_experts, product_of
+from afina.adapters.sources import adapter_of
 from afina.errors import AdapterError, AfinaError
 from afina.ops import svd
 
@@ -160,7 +162,7 @@ def _inspect(folder: Path) -> Inspection:
         strange.append(f"afina would not load it: {error.got}; wanted {error.wanted}")
     groups = _groups(tensors, None if kind is None else kind.ending)
     rows = tuple(_row(name, group, config, folder, strange) for name, group in groups.items())
-    strange += [*_odd(tensors), *_idle(config, groups)]
+    strange += [*broken(tensors), *idle(config, groups)]
     method = str(config.get("peft_type")) if kind is None else kind.technique.key
     facts = {
         **_facts(folder, config),
@@ -272,39 +274,3 @@ def _row(
         float(values[0]),
         svd.effective_rank(values),
     )
-
-
-def _odd(tensors: Mapping[str, Tensor]) -> list[str]:
-    """What is wrong with single tensors."""
-    found: list[str] = []
-    for key, tensor in sorted(tensors.items()):
-        if tensor.numel() == 0:
-            found.append(f"{key}: empty")
-            continue
-        if not tensor.is_floating_point():
-            found.append(f"{key}: {tensor.dtype}, no floating-point numbers")
-            continue
-        wide = tensor.float()
-        nan, infinite = int(wide.isnan().sum()), int(wide.isinf().sum())
-        if nan or infinite:
-            found.append(f"{key}: {nan} NaN and {infinite} infinite of {tensor.numel()}")
-    return found
-
-
-def _idle(config: Mapping[str, Any], places: Iterable[str]) -> list[str]:
-    """Names in the configuration that reach no place of the file: PEFT passes over them without a word."""
-    found: list[str] = []
-    targets = config.get("target_modules")
-    for target in targets if isinstance(targets, list) else ():
-        if not any(place == target or place.endswith(f".{target}") for place in places):
-            found.append(f"target_modules: {target!r} is no place of the file")
-    for key in ("rank_pattern", "alpha_pattern"):
-        table = config.get(key) if config.get("peft_type") == "LORA" else None
-        for pattern in table if isinstance(table, dict) else ():
-            try:
-                reaches = any(re.fullmatch(rf"(.*\.)?({pattern})", place) for place in places)
-            except re.error:
-                reaches = False
-            if not reaches:
-                found.append(f"{key}: {pattern!r} is no place of the file")
-    return found

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from afina.adapters.base_files import locate, reader
 from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.fitting import fit
 from afina.adapters.layout import TEMPLATES, TOKENIZER
-from afina.adapters.merge_plan import changes, locate, make_plan, reader
+from afina.adapters.merge_changes import changes
+from afina.adapters.merge_plan import make_plan
 from afina.adapters.merge_shards import INDEX, Wanted, read_shards, write_index, write_shard
 from afina.adapters.rounded import read_rounded
 from afina.errors import AdapterError, ModelError, sized

@@ -6,46 +6,30 @@ that the merged model differs in gets a function that makes it when its turn to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from afina.adapters.contents import fill, name_in_model, peft_tensors
+from afina.adapters.base_files import Shards, locate
+from afina.adapters.merge_changes import Changes
 from afina.adapters.merge_shards import DTYPES, NAMES, Stored, Wanted
 from afina.errors import AdapterError, ModelError, TechniqueError
-from afina.table import apply
-from afina.tree import Delta, Technique
+from afina.tree import Delta
 from afina.tree.biases import settings_for
 from afina.tree.fold import (
-    by_module,
     fold,
     fold_bias,
     refuse_other_ties,
-    refuse_unfoldable,
     stays_tied,
     tied_groups,
 )
 
-Shards = Mapping[str, list[Stored]]
-
 Base = Mapping[str, Callable[[Tensor], Tensor]]
 """What the adapter's base made of a tensor of the files, by name, where it is not the tensor itself: `rounded`."""
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What an adapter makes of its base.
-
-    Attributes:
-        deltas: to be folded, in the order in which they act, by the name of the module.
-        whole: base tensors that were trained themselves, by name.
-    """
-
-    deltas: Mapping[str, Sequence[Delta]]
-    whole: Mapping[str, Tensor]
 
 
 @dataclass
@@ -65,60 +49,6 @@ class Plan:
     rounding: dict[str, float] = field(default_factory=dict[str, float])
 
 
-@torch.no_grad()
-def changes(
-    skeleton: Any, techniques: Sequence[Technique], tensors: Mapping[str, Tensor]
-) -> Changes:
-    """The adapter's values, in memory; the base stays without any.
-
-    Args:
-        skeleton: the base on the meta device. It is left changed by the techniques.
-        techniques: make the adapter's places.
-        tensors: the values, by the keys of an adapter's file.
-
-    Raises:
-        AdapterError: a part of the adapter is no change of weights.
-    """
-    edit = apply(skeleton, techniques)
-    beside = by_module(edit.deltas)
-    for target, deltas in beside.items():
-        try:
-            refuse_unfoldable(deltas, target)
-        except TechniqueError as error:
-            raise AdapterError(error.what, cure=error.cure) from None
-    for delta in edit.deltas.values():
-        delta.to_empty(device="cpu")
-        delta.reset(0)  # what is no tensor of the file has a value too
-    fill(edit, tensors)
-    whole = {key: tensors[key] for key, own in peft_tensors(edit).items() if own.is_meta}
-    return Changes(beside, {name_in_model(key): tensor for key, tensor in whole.items()})
-
-
-def locate(skeleton: Any, shards: Shards) -> dict[str, str]:
-    """The skeleton's name for each stored tensor that is one of its tensors as it stands.
-
-    Files may call tensors otherwise than the model does, or keep in pieces what is one tensor in the model (experts):
-    Transformers' own table says which. Pieces have no entry.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
-
-    table = get_model_conversion_mapping(skeleton)
-    names = [each for each in table if isinstance(each, WeightRenaming)]
-    pieces = [each for each in table if isinstance(each, WeightConverter)]
-    own: dict[str, Any] = dict(skeleton.named_parameters(remove_duplicate=False))
-    found: dict[str, str] = {}
-    for stored in (one for file in shards.values() for one in file):
-        name, piece = rename_source_key(stored.name, names, pieces, skeleton.base_model_prefix, own)
-        if piece is None and name in own and tuple(own[name].shape) == stored.shape:
-            found[stored.name] = name
-    return found
-
-
 def make_plan(
     skeleton: Any,
     shards: Shards,
@@ -131,7 +61,7 @@ def make_plan(
     Args:
         skeleton: the base on the meta device, with or without the adapter on it.
         shards: the headers of the base's files.
-        changes: see `changes`.
+        changes: see `merge_changes.changes`.
         dtype: of every floating-point tensor; None keeps each as the base has it.
         base: what the weights were trained as, where they were quantised.
 
@@ -285,8 +215,16 @@ def _new_biases(skeleton: Any, deltas: Mapping[str, Sequence[Delta]]) -> _NewBia
         if getattr(skeleton.get_submodule(target), "bias", None) is None
         and fold_bias(None, each, torch.float32) is not None
     }
-    try:
+    with _unmergeable():
         made = settings_for(skeleton, found)
+    return _NewBiases(made.settings, {**found, **dict.fromkeys(made.zero, ())})
+
+
+@contextmanager
+def _unmergeable() -> Generator[None, None, None]:
+    """What is said of a technique inside the block is said of the adapter."""
+    try:
+        yield
     except TechniqueError as error:
         raise AdapterError(
             f"the adapter cannot be merged: {error.what}",
@@ -294,7 +232,6 @@ def _new_biases(skeleton: Any, deltas: Mapping[str, Sequence[Delta]]) -> _NewBia
             wanted=error.wanted,
             cure=error.cure,
         ) from None
-    return _NewBiases(made.settings, {**found, **dict.fromkeys(made.zero, ())})
 
 
 def _rows(weight: Stored, *, turned: bool) -> int:
@@ -314,15 +251,8 @@ def _parted(
     touched = next((name for name in tied if not stays_tied(group[name], deltas)), None)
     if touched is None:
         return []
-    try:
+    with _unmergeable():
         refuse_other_ties(skeleton, touched)
-    except TechniqueError as error:
-        raise AdapterError(
-            f"the adapter cannot be merged: {error.what}",
-            got=error.got,
-            wanted=error.wanted,
-            cure=error.cure,
-        ) from None
     return list(group[touched])
 
 
@@ -341,22 +271,3 @@ def _cast(values: Tensor, dtype: str, name: str) -> Tensor:
             cure="choose another dtype, such as bf16 or fp32",
         )
     return cast
-
-
-ReadTensor = Callable[[str], Tensor]
-"""The base's tensor of that name, read from its file."""
-
-
-def reader(skeleton: Any, shards: Shards) -> ReadTensor:
-    """Finds the base's tensors by the model's names; of each only what is looked at is read."""
-    names = locate(skeleton, shards)
-    where = {names[one.name]: one for file in shards.values() for one in file if one.name in names}
-    ties = {name: group for group in tied_groups(skeleton) for name in group}
-
-    def read(name: str) -> Tensor:
-        stored = next((where[n] for n in (name, *ties.get(name, ())) if n in where), None)
-        if stored is None:
-            raise ModelError("the base's files keep this tensor in another form", got=name)
-        return stored.mapped()
-
-    return read

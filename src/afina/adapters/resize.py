@@ -21,8 +21,9 @@ from afina.adapters.arithmetic import Place, cut, error_of, kept_of
 from afina.adapters.at_hand import AtHand, base_at_hand
 from afina.adapters.computed import Computed
 from afina.adapters.outputs import MADE_BY, place_of, refuse_out
-from afina.adapters.products import Product, read_source
+from afina.adapters.products import Product
 from afina.adapters.result import result_of
+from afina.adapters.sources import read_source
 from afina.ops import svd
 from afina.problems import Frozen, of_kind
 

@@ -20,8 +20,9 @@ from afina.adapters.card import Record, card, contents_of, dumps
 from afina.adapters.layout import CARD, CONFIG, PREFIX, RECORD
 from afina.adapters.outputs import copy_tokenizer, has_template, tokenizer_in
 from afina.adapters.peft_lora import patterns
-from afina.adapters.products import Product, Source, stored_type
+from afina.adapters.products import Product
 from afina.adapters.rounded import NAMES, Rounded
+from afina.adapters.sources import Source, stored_type
 from afina.adapters.writing import write
 from afina.techniques.lora import LoRA
 from afina.tree import Technique
