@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,3 +72,52 @@ def low_rank_linear(
 ) -> Tensor:
     """x (W + s·B A)ᵀ with the changed weight written out."""
     return x @ (weight_OI + scaling * (b_OR @ a_RI)).t()
+
+
+def rounded_through(x: Tensor, exponent: int) -> Tensor:
+    """x as a multiple of 2^-exponent, with the gradient of x."""
+    return x + (torch.round(x * 2.0**exponent) * 2.0**-exponent - x).detach()
+
+
+def multi_bit_bdia(
+    x: Tensor,
+    blocks: Sequence[Callable[[Tensor], Tensor]],
+    factors: Sequence[Tensor | float],
+    bits: int,
+    exponent: int,
+) -> Tensor:
+    """The last state of blocks that are run reversibly, by ordinary autograd: nothing is forgotten or computed back.
+
+    Args:
+        x: what the first block is given.
+        blocks: from a state to the next; the first of them is run plainly.
+        factors: ±2^-bits of each but the first; numbers, or tensors that fit x.
+        bits: m.
+        exponent: l of the grid 2^-l.
+    """
+    past = rounded_through(x, exponent)
+    cur = rounded_through(blocks[0](past), exponent)
+    for block, factor in zip(blocks[1:], factors, strict=True):
+        digits = torch.remainder(past.detach() * 2.0**exponent, 2.0**bits) * 2.0**-exponent
+        mixed = (1 - factor) * cur + (1 + factor) * (block(cur) - cur)
+        past, cur = cur, factor * (past - digits) + rounded_through(mixed, exponent)
+    return cur
+
+
+def additive_coupling(
+    x: Tensor,
+    halves: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
+    exponent: int,
+) -> Tensor:
+    """The mean of two streams that add to each other in turn, by ordinary autograd.
+
+    Args:
+        x: what both begin with.
+        halves: of each block what its attention adds, and what its feed-forward adds.
+        exponent: l of the grid 2^-l.
+    """
+    one = two = rounded_through(x, exponent)
+    for attention_of, feed_forward in halves:
+        one = one + rounded_through(attention_of(two), exponent)
+        two = two + rounded_through(feed_forward(one), exponent)
+    return (one + two) / 2
