@@ -108,9 +108,13 @@ def run(
     share: bool = True,
     **rest: Any,
 ) -> Run:
-    """A run over ten ragged rows, four a step, unless told otherwise; `share` joins their common beginnings."""
+    """A run over ten ragged rows, four a step, unless told otherwise; `share` joins their common beginnings.
+
+    `technique` may be a list of them.
+    """
     model = model or tiny_llama()
-    edit = apply(model, [technique or LoRA(rank=2)], seed=1)
+    several = technique if isinstance(technique, list) else [technique or LoRA(rank=2)]
+    edit = apply(model, several, seed=1)
     given = {"rows_per_step": 4, "micro_rows": 2, "lr": 1e-2, **rest}
     val = given.pop("val", None)
     data = given.pop("data", ragged_rows(10))

@@ -48,6 +48,21 @@ class Optimiser:
         for group in self.inner.param_groups:
             group["lr"] = lr * group["scale"]
 
+    def spread(self, lr: float) -> str | None:
+        """The lowest and the highest learning rate in words; None where all tensors have one.
+
+        Args:
+            lr: the run's.
+        """
+        scales = {n: float(self._group_of[n]["scale"]) for n in self.names}
+        if len(set(scales.values())) < 2:
+            return None
+        least, most = (choose(scales, key=lambda n: scales[n]) for choose in (min, max))
+        return (
+            f"learning rates from {lr * scales[least]:.3g} ({least}) to {lr * scales[most]:.3g} ({most}), "
+            f"in {len(set(scales.values()))} groups"
+        )
+
     @torch.no_grad()
     def step(self) -> None:
         """One step on the gradients that the tensors hold."""
