@@ -25,6 +25,7 @@ from afina.train.inputs import FOLDER, Store, key_of
 from afina.train.lowest import Place, place_of, refuse_too_little_room
 from afina.train.metrics import read_metrics
 from afina.train.passes import Passes
+from afina.train.plan import Plan
 from afina.train.report import Silent
 from afina.tree import Edit, Seams, Technique
 from afina.types import Row
@@ -67,7 +68,7 @@ def settings(**given: Any) -> TrainSettings:
 
 
 def entering(edit: Edit, rows: Sequence[Row], out: Path, *, packed: bool, shared: bool) -> Entering:
-    place = place_of(edit, settings(), Seams(), rows, 100)
+    place = place_of(edit, Plan(settings(), rows, 100), Seams())
     assert place is not None
     passes = Passes(edit.model, packed, shared, 257, head_of(edit.model))
     return Entering(place, passes, Store(out, HEADER, 0))
@@ -195,33 +196,33 @@ def test_what_would_do_nothing_or_take_too_much_is_refused(
     chosen = settings(**given)
     total = chosen.steps or 3 * int(chosen.epochs or 0)
     with pytest.raises(ConfigError, match=words) as caught:
-        place_of(edit, chosen, Seams(), rows, total)
+        place_of(edit, Plan(chosen, rows, total), Seams())
     assert "leave train.cache_inputs_gib out" in str(caught.value.cure)
 
 
 def test_the_advised_limit_is_enough() -> None:
     edit, rows = of(MODELS["llama"]()), ragged_rows(12)
     with pytest.raises(ConfigError) as caught:
-        place_of(edit, settings(cache_inputs_gib=1e-9), Seams(), rows, 9)
+        place_of(edit, Plan(settings(cache_inputs_gib=1e-9), rows, 9), Seams())
     advised = float(str(caught.value.cure).split("=")[1].split(";")[0])
-    place = place_of(edit, settings(cache_inputs_gib=advised), Seams(), rows, 9)
+    place = place_of(edit, Plan(settings(cache_inputs_gib=advised), rows, 9), Seams())
     assert place is not None
     tokens = sum(len(row.tokens) for row in rows)
     assert (place.name, place.first, place.needed_bytes) == ("model.layers.2", 2, tokens * 32 * 8)
-    twice = place_of(edit, settings(), Seams(), [*rows, *rows], 99)
+    twice = place_of(edit, Plan(settings(), [*rows, *rows], 99), Seams())
     assert twice is not None
     assert twice.needed_bytes == place.needed_bytes  # equal rows are there once
-    assert place_of(edit, settings(cache_inputs_gib=None), Seams(), rows, 9) is None
+    assert place_of(edit, Plan(settings(cache_inputs_gib=None), rows, 9), Seams()) is None
 
 
 def test_what_differs_every_time_is_refused() -> None:
     rows = ragged_rows(12)
     dropping = of(tiny_gpt2(n_layer=4, embd_pdrop=0.1, resid_pdrop=0.0, attn_pdrop=0.0))
     with pytest.raises(TechniqueError, match="drops something in training"):
-        place_of(dropping, settings(), Seams(), rows, 9)
+        place_of(dropping, Plan(settings(), rows, 9), Seams())
     seams = Seams(on_batch=(lambda batch, step: batch,))
     with pytest.raises(TechniqueError, match="changes batches"):
-        place_of(of(MODELS["llama"]()), settings(), seams, rows, 9)
+        place_of(of(MODELS["llama"]()), Plan(settings(), rows, 9), seams)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -241,11 +242,11 @@ def test_an_embedding_that_trains_is_seen_where_its_states_enter(
 def test_a_head_that_trains_is_above() -> None:
     model = tiny_llama(num_hidden_layers=4)
     edit = of(model, LoRA(rank=2, layers="3", modules_to_save=("lm_head",)))
-    place = place_of(edit, settings(), Seams(), ragged_rows(12), 9)
+    place = place_of(edit, Plan(settings(), ragged_rows(12), 9), Seams())
     assert place is not None
     assert place.first == 3
     edit = of(tiny_llama(num_hidden_layers=4), Full(layers="1-3"))
-    place = place_of(edit, settings(), Seams(), ragged_rows(12), 9)
+    place = place_of(edit, Plan(settings(), ragged_rows(12), 9), Seams())
     assert place is not None
     assert place.first == 1
 

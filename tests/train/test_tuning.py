@@ -22,6 +22,7 @@ from afina.models.forward import packing
 from afina.techniques.lora import LoRA
 from afina.train.metrics import read_metrics
 from afina.train.passes import passes_of
+from afina.train.plan import Plan
 from afina.train.state import Machine, State
 from afina.train.tuning import COST_S, GAIN, Tuning
 from afina.types import Row
@@ -58,10 +59,9 @@ def tuning(seconds: Sequence[float], **settings: Any) -> tuple[Tuning, Said]:
     ends = itertools.chain.from_iterable((0.0, s) for s in seconds)
     made = Tuning(
         edit,
-        TrainSettings(**{"rows_per_step": 4, "micro_rows": 4, **settings}),
+        Plan(TrainSettings(**{"rows_per_step": 4, "micro_rows": 4, **settings}), rows, 1),
         passes,
         blocks,
-        rows,
         said,  # type: ignore[arg-type]
         clock=lambda: next(ends),
     )

@@ -77,6 +77,11 @@ class TrainSettings(Settings):
     schedule: Literal["linear", "cosine", "constant"] = Field(
         default="linear", description="the learning rate after warm-up"
     )
+    schedule_by: Literal["steps", "tokens"] = Field(
+        default="steps",
+        description="what the rate falls with after warm-up: the steps made, or the tokens shown, for runs whose early "
+        "steps have fewer of them",
+    )
     warmup_steps: NotNegative | None = Field(default=None, description="steps of linear warm-up")
     warmup_ratio: Fraction | None = Field(
         default=None,
@@ -172,6 +177,15 @@ class TrainSettings(Settings):
                 raise ValueError(
                     f"micro_{kind} ({micro}) is a part of a step, so at most {kind}_per_step ({step})"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_by_what(self) -> TrainSettings:
+        if self.schedule_by == "tokens" and self.schedule == "constant":
+            raise ValueError(
+                "schedule_by: tokens would do nothing, for a constant rate does not fall: leave schedule_by out, or set "
+                "schedule to linear or cosine"
+            )
         return self
 
     @model_validator(mode="after")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from afina.data.badrows import BadRows
@@ -48,12 +48,13 @@ def prepare(
     max_tokens: int | None = None,
     labels: Sequence[str] | None = None,
     stop_ids: Sequence[int] = (),
+    keep: Collection[str] = (),
 ) -> Prepared:
     """Rows of tokens and labels from any source.
 
     `Row.meta` carries what evaluation needs: `prompt` (messages, or a text where no template is used), `reference`
     (the answer of the last trained turn), `tools` and `choices` where given, `digest` of the content; for classes
-    `text` and `label`.
+    `text` and `label`; and under `columns` what a row has in the columns that are to be kept.
 
     Args:
         source: see `sources.read`.
@@ -64,12 +65,14 @@ def prepare(
         labels: class names in the order of their numbers, from the training rows' report; None numbers the sorted
             names of this source.
         stop_ids: tokens that generation stops on, if known beyond the tokenizer's.
+        keep: columns, as the source names them.
 
     Raises:
         DataError: the data cannot be read, recognised, rendered or masked, or no row is left.
     """
     bad = BadRows()
     found = read(source, settings, role, bad)
+    given = {row.id: row.columns for row in found.rows}
     format, examples = _examples(found, settings, bad)
     made = draft(format.name, tokenizer, examples, settings, bad, labels, stop_ids)
     _refuse(bad, found, settings, left=len(made.examples))
@@ -83,6 +86,8 @@ def prepare(
         if (row := tally.row(tokenizer, example, masked, turns, made)) is not None
     ]
     tally.refuse_long()
+    if keep:
+        rows = [_with_columns(row, given[row.id], keep) for row in rows]
     report = _report(found, role, format, bad, made, tally, rows)
     if not rows:
         raise DataError(
@@ -95,6 +100,11 @@ def prepare(
             cure=_cure(tally, report),
         )
     return Prepared(rows, report)
+
+
+def _with_columns(row: Row, columns: Mapping[str, Any], keep: Collection[str]) -> Row:
+    kept = {name: columns[name] for name in keep if name in columns}
+    return replace(row, meta={**row.meta, "columns": kept})
 
 
 def classes(source: Source, settings: DataSettings) -> tuple[str, tuple[str, ...]] | None:

@@ -185,7 +185,14 @@ class Case:
         if self.model is None:
             return [], [], [], None
         try:
-            read_ = read_rows(self.model, self.tokenizer, data, val, self.options.data_settings)
+            read_ = read_rows(
+                self.model,
+                self.tokenizer,
+                data,
+                val,
+                self.options.data_settings,
+                keep=() if self.edit is None else self.edit.columns(),
+            )
         except AfinaError as error:
             # Where it is the validation rows that fail, the others can be looked at.
             rows = [] if val is None else self._read(data, None)[0]
@@ -241,7 +248,7 @@ class Case:
         found = [
             settings_points.batch(rows, self.settings, keys),
             settings_points.rate(self.settings, keys),
-            settings_points.schedule(rows, seen, trial.total_steps, trial.warmup_steps),
+            _schedule(trial, rows, seen),
             settings_points.capacity(rows, trainable, keys),
             space.disk(
                 self.edit,
@@ -254,6 +261,7 @@ class Case:
             settings_points.validation(val_rows),
         ]
         broken = "see model" if "model" in self.failed else broken
+        broken = broken or ("see schedule" if found[2].status == "error" else "")
         if self.quick or broken:
             left_out = "left out (quick)" if self.quick else broken
             return [*found, *(skipped(name, left_out) for name in STEP_POINTS)]
@@ -284,6 +292,15 @@ class Case:
             why = "see start"
             return [*found, *(skipped(name, why) for name in STEP_POINTS[2:])]
         return [*found, *steps.first_steps(trial)]
+
+
+def _schedule(trial: Trial, rows: Sequence[Row], seen: float) -> Finding:
+    """The length of the run, and which rows it shows when."""
+    found = settings_points.schedule(rows, seen, trial.total_steps, trial.warmup_steps)
+    try:
+        return replace(found, details=(*found.details, *trial.plan.notes()))
+    except AfinaError as error:
+        return of_error(found.name, error)
 
 
 def _held(name: str, trial: Trial, point: Callable[[Trial], Finding]) -> Finding:

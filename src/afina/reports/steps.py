@@ -80,7 +80,7 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
         again = Blocks(trial.model, trial.settings.recompute).running()
         wanted = trial.settings.attention == "triton"
         by_kernels = attention.by_kernels(trial.device, wanted=wanted)
-        place_of(trial.edit, trial.settings, trial.seams, trial.rows, trial.total_steps)
+        place_of(trial.edit, trial.plan, trial.seams)
         packed = packing(trial.model, trial.packed)
         with threads(trial.settings.threads), kept, packed, by_kernels, again:
             trial.model.train()
@@ -136,6 +136,7 @@ def _work(trial: Trial, tokens: int | None) -> Work:
         trial.seams,
         max(trial.total_steps, AUDITED_STEPS),
         trial.warmup_steps,
+        trial.plan.shown(),
     )
 
 

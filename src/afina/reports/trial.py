@@ -14,8 +14,9 @@ from torch import nn
 
 from afina.config import TrainSettings
 from afina.data.settings import DataSettings
-from afina.train import micro, plan
+from afina.train import micro
 from afina.train.passes import Passes, passes_of
+from afina.train.plan import Plan, plan_of, total_steps, warmup_steps
 from afina.tree import Edit, Seams
 from afina.types import Row
 
@@ -52,22 +53,27 @@ class Trial:
     @cached_property
     def total_steps(self) -> int:
         """Of the run."""
-        return plan.total_steps(self.settings, self.rows)
+        return total_steps(self.settings, self.rows)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which rows each step gets; where that goes by the base's losses, which are not measured here, by chance."""
+        return plan_of(self.settings, self.rows, self.total_steps, self.seams)
 
     @property
     def warmup_steps(self) -> int:
         """Of the run."""
-        return plan.warmup_steps(self.settings, self.total_steps)
+        return warmup_steps(self.settings, self.total_steps)
 
     @cached_property
     def rows_a_step(self) -> float:
         """Mean over an epoch."""
         epoch = self.settings.model_copy(update={"steps": None, "epochs": 1.0})
-        return len(self.rows) / plan.total_steps(epoch, self.rows)
+        return len(self.rows) / total_steps(epoch, self.rows)
 
     def windows(self) -> Iterator[list[Row]]:
         """The rows of each step; steps whose rows have no label, which move nothing, are left out."""
-        found = plan.windows_from(self.settings, self.rows)
+        found = self.plan.windows()
         return (rows for rows in found if any(row.trained_tokens for row in rows))
 
     @cached_property

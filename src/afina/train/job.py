@@ -32,6 +32,7 @@ from afina.train import (
     space,
     validate,
 )
+from afina.train.base_losses import BaseLosses
 from afina.train.checkpoint import Contents
 from afina.train.classes import PADDED, options_for
 from afina.train.entering import Entering
@@ -39,9 +40,10 @@ from afina.train.fit import refuse_idle_settings, refuse_rows
 from afina.train.keeper import Keeper
 from afina.train.loop import loop
 from afina.train.lowest import place_of, refuse_too_little_room
-from afina.train.metrics import last_tenth_loss, scores_of
+from afina.train.metrics import last_tenth_loss, read_metrics, scores_of
 from afina.train.options import RunOptions
 from afina.train.passes import Passes, passes_of, unshared
+from afina.train.plan import Plan
 from afina.train.record import Given
 from afina.train.report import Reporter, reporter
 from afina.train.result import Run
@@ -87,7 +89,12 @@ class Job:
         if given and not self.options.data_settings.packing:
             say.say(PADDED)
         rows, val_rows, reports = read_rows(
-            self.model, self.tokenizer, data, val, self.options.data_settings
+            self.model,
+            self.tokenizer,
+            data,
+            val,
+            self.options.data_settings,
+            keep=self.edit.columns(),
         )
         for line in (line for report in reports for line in report.lines()):
             say.say(line)
@@ -106,11 +113,15 @@ class Job:
         self.seams = self.edit.seams(self.total_steps).and_then(self.options.seams)
         if self.settings.attention == "triton":
             attention.refuse_no_kernels(self._device())
-        self.place = place_of(self.edit, self.settings, self.seams, rows, self.total_steps)
+        self.plan = self._plan(rows)
+        self.place = place_of(self.edit, self.plan, self.seams)
         if self.place is not None:
             refuse_too_little_room(self.place, self.out)
         # What the settings cannot make is refused before a run that is there is removed.
         self.optimiser = plan.optimiser_of(self.edit, self.settings, self.seams)
+        spread = self.optimiser.spread(self.settings.lr)
+        if spread is not None:
+            say.say(spread)
         self.blocks = Blocks(
             self.model, self.settings.recompute, must_compile=self.settings.compile is True
         )
@@ -201,6 +212,8 @@ class Job:
             BASE: base_fingerprint(self.model, self.edit),
             START: starting_weights(self.edit),
         }
+        if self.plan.chooser is not None:
+            more |= self.plan.chooser.recorded()
         if self.options.evaluate is not None:
             found = given.resolved.config.eval.model_dump(mode="json")
             more |= {f"eval.{name}": value for name, value in found.items()}
@@ -240,10 +253,13 @@ class Job:
         with packing(self.model, packed), by_kernels, self.blocks.running():
             self.model.train()
             try:
-                passes = self._passes(rows, say)
-                tuning = Tuning(self.edit, self.settings, passes, self.blocks, rows, say)
-                state, cut = tuning.decide(state)
-                entering = self._entering(passes, cut, rows, state.step, say)
+                passes, why = self._passes()
+                self.plan = self._plan(
+                    rows, BaseLosses(self.out, self.edit, passes, rows, state.step, say)
+                )
+                self._tell_of_rows(passes, why, say)
+                state, cut = Tuning(self.edit, self.plan, passes, self.blocks, say).decide(state)
+                entering = self._entering(passes, cut, state.step, say)
                 if changes or not state.step:
                     record.write_start(self.out, state)
                 work = Work(
@@ -257,6 +273,7 @@ class Job:
                     self.seams,
                     self.total_steps,
                     plan.warmup_steps(self.settings, self.total_steps),
+                    self.plan.shown(),
                     **({} if entering is None else {"around": entering.around}),
                 )
                 score = validate.scorer(
@@ -265,12 +282,15 @@ class Job:
                 keeper = Keeper(
                     self.out, self.model, contents, self.settings, score, state, say, changes
                 )
-                windows = plan.windows_from(self.settings, rows, state.step)
-                learnt = resume.learnt(self.out, self.settings, rows, state.step)
+                windows = self.plan.windows(state.step)
+                learnt = resume.learnt(self.out, self.plan, state.step)
                 keeper.follow(loop(work, windows, state.step, state.skipped, learnt))
             finally:
                 self.model.train(training)
         weights, best = keeper.finish()
+        if self.plan.chooser is not None:
+            with durable.writing("what was shown when", self.out):
+                self.plan.chooser.leave(self.out, read_metrics(self.out))
         for line in self.edit.outcome():
             say.say(line)
         if entering is not None:
@@ -284,14 +304,13 @@ class Job:
         self,
         passes: Passes,
         cut: Callable[[Sequence[Row]], list[list[Row]]],
-        rows: Sequence[Row],
         step: int,
         say: Reporter,
     ) -> Entering | None:
         """The way into the model at its lowest trained block; None where nothing of rows is kept."""
         if self.place is None:
             return None
-        parts = cut(next(plan.windows_from(self.settings, rows)))
+        parts = cut(self.plan.usual())
         base = base_fingerprint(self.model, self.edit)
         entering = Entering.begin(self.place, passes, base, (self.out, step), parts)
         say.say(f"{self.place} ({self.settings.cache_inputs_gib} GiB are granted)")
@@ -307,19 +326,30 @@ class Job:
         apart = unshared(self.model, self.edit, by_row=self._by_row())
         return data.packing and data.share_prefixes and apart is None
 
-    def _passes(self, rows: Sequence[Row], say: Reporter) -> Passes:
-        """How micro-batches go through the model; says what is shared in a step, or why nothing is."""
-        passes, why = passes_of(
+    def _plan(
+        self, rows: Sequence[Row], losses: Callable[[], Sequence[float]] | None = None
+    ) -> Plan:
+        """Which rows each step gets; without losses only whether it can be said."""
+        return plan.plan_of(self.settings, rows, self.total_steps, self.seams, losses)
+
+    def _passes(self) -> tuple[Passes, str | None]:
+        """How micro-batches go through the model, and why rows that begin alike are computed apart."""
+        return passes_of(
             self.model,
             self.edit,
             self.options.data_settings,
             pad_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
             by_row=self._by_row(),
         )
+
+    def _tell_of_rows(self, passes: Passes, why: str | None, say: Reporter) -> None:
+        """Says which rows are shown when, what is shared in a step, or why nothing is."""
+        for line in self.plan.notes():
+            say.say(line)
         if why:
             say.say(f"rows that begin alike are computed apart: {why}")
         if passes.shared:
-            step = next(plan.windows_from(self.settings, rows))
+            step = self.plan.usual()
             every = sum(len(row.tokens) for row in step)
             say.say(
                 f"rows that begin alike share their beginning: {passes.tokens(step) / every:.0%} of the "
@@ -330,7 +360,6 @@ class Job:
             say.say(f"attention by {attention.backend(passes.device, dtype)}")
         if passes.head is None and seams.classifies(self.model) is None:
             say.say("all logits of a micro-batch are made: the head is not a plain linear")
-        return passes
 
     def _base(self) -> str:
         config = getattr(self.model, "config", None)

@@ -11,12 +11,10 @@ from typing import Any
 from torch import nn
 
 from afina import seams
-from afina.config import TrainSettings
 from afina.errors import ConfigError, RunError, TechniqueError, sized
-from afina.train import plan
 from afina.train.passes import drops
+from afina.train.plan import Plan, total_steps
 from afina.tree import Edit, Seams
-from afina.types import Row
 
 SETTING = "train.cache_inputs_gib"
 OFF = f"leave {SETTING} out"
@@ -48,22 +46,19 @@ class Place:
         )
 
 
-def place_of(
-    edit: Edit, settings: TrainSettings, seams_: Seams, rows: Sequence[Row], total_steps: int
-) -> Place | None:
+def place_of(edit: Edit, plan: Plan, seams_: Seams) -> Place | None:
     """Where a run enters its model; None when the settings do not ask for it.
 
     Args:
         edit: of the model.
-        settings: of the run.
+        plan: of the run.
         seams_: of the run.
-        rows: of the run.
-        total_steps: of the run.
 
     Raises:
         ConfigError: it would do nothing, or takes more than the settings grant.
         TechniqueError: what enters the lowest block that trains is not a function of the rows alone.
     """
+    settings, rows = plan.settings, plan.rows
     if settings.cache_inputs_gib is None:
         return None
     model: Any = edit.model
@@ -77,8 +72,13 @@ def place_of(
     blocks = {block.name: block.module for block in seams.blocks(model)}
     first = _lowest(edit, list(blocks))
     _refuse_changing(model, seams_)
+    if plan.chooser is not None and plan.chooser.cuts:
+        raise TechniqueError(
+            f"{SETTING}: rows are cut to a length that grows, so what enters a block is not the same every time",
+            cure=OFF,
+        )
     epoch = settings.model_copy(update={"steps": None, "epochs": 1.0})
-    if total_steps <= plan.total_steps(epoch, rows):
+    if plan.chooser is None and plan.total_steps <= total_steps(epoch, rows):
         raise ConfigError(
             f"{SETTING} would do nothing: the run sees each row once",
             cure=f"train for several epochs, or {OFF}",

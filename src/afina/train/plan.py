@@ -3,14 +3,100 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
 
 from afina.config import TrainSettings
 from afina.data.order import steps_in, windows
 from afina.errors import ConfigError
 from afina.optim.optimisers import Optimiser
+from afina.train import ways
 from afina.tree import Edit, Seams
+from afina.tree.timing import Asked, Chooser
 from afina.types import Row
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows each step of a run gets.
+
+    Attributes:
+        settings: of the run.
+        rows: that train.
+        total_steps: of the run.
+        chooser: chooses them; None deals every row once an epoch.
+    """
+
+    settings: TrainSettings
+    rows: Sequence[Row]
+    total_steps: int
+    chooser: Chooser | None = None
+
+    def windows(self, start: int = 0) -> Iterator[list[Row]]:
+        """The rows of steps `start`, `start` + 1, … without end."""
+        if self.chooser is not None:
+            return self.chooser.windows(start)
+        return windows_from(self.settings, self.rows, start)
+
+    def usual(self) -> list[Row]:
+        """The rows of a step that may stand for the others: the first, or the last where they change with time."""
+        return next(self.windows(0 if self.chooser is None else self.total_steps - 1))
+
+    def shown(self) -> list[int] | None:
+        """Tokens before each step, and after the last; None where the learning rate goes by steps."""
+        if self.settings.schedule_by == "steps":
+            return None
+        steps = islice(self.windows(), self.total_steps)
+        each = (sum(len(row.tokens) for row in rows) for rows in steps)
+        return list(accumulate(each, initial=0))
+
+    def notes(self) -> list[str]:
+        """What a user should know of the choice, in lines."""
+        if self.chooser is None:
+            return []
+        found = self.chooser.notes()
+        by_steps = self.settings.schedule_by == "steps" and self.settings.schedule != "constant"
+        if self.chooser.cuts and by_steps:
+            found.append(
+                "note: the learning rate falls with the steps while early ones have few tokens; "
+                f"{ways.setting('schedule_by', 'tokens')} makes it fall with the tokens"
+            )
+        return found
+
+
+def plan_of(
+    settings: TrainSettings,
+    rows: Sequence[Row],
+    total_steps: int,
+    seams: Seams,
+    losses: Callable[[], Sequence[float]] | None = None,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        settings: of the run.
+        rows: that train.
+        total_steps: of the run.
+        seams: of the run.
+        losses: see `Asked`.
+
+    Raises:
+        ConfigError: more than one thing chooses the rows, or their choice cannot be made of these settings.
+        DataError: or of these rows.
+    """
+    if len(seams.windows) > 1:
+        raise ConfigError(
+            "more than one thing chooses the rows of a step",
+            got=f"{len(seams.windows)} functions in Seams.windows",
+            wanted="at most one",
+            cure="leave the curriculum out, or what RunOptions.seams brings beside it",
+        )
+    chooser = None
+    if seams.windows:
+        asked = Asked(rows, settings.seed, total_steps, **_step_size(settings), losses=losses)
+        chooser = seams.windows[0](asked)
+    return Plan(settings, rows, total_steps, chooser)
 
 
 def total_steps(settings: TrainSettings, rows: Sequence[Row]) -> int:

@@ -11,9 +11,9 @@ import torch
 
 from afina.adapters import files
 from afina.adapters.contents import is_adapter, is_exact
-from afina.config import TrainSettings
 from afina.errors import RunError
-from afina.train import checkpoint, manifest, metrics, plan, record, result, state, ways
+from afina.train import checkpoint, manifest, metrics, record, result, state, ways
+from afina.train.plan import Plan
 from afina.train.report import Reporter
 from afina.train.result import Run
 from afina.train.state import Difference, State
@@ -178,14 +178,12 @@ def _is_rescored(changes: Sequence[Difference]) -> bool:
     return any(name in SCORING or name.startswith("eval.") for name in names)
 
 
-def learnt(
-    out: Path, settings: TrainSettings, rows: Sequence[Row], step: int
-) -> tuple[Sequence[Row], float] | None:
+def learnt(out: Path, plan: Plan, step: int) -> tuple[Sequence[Row], float] | None:
     """The rows of the newest step and the loss that they had then; None when it moved nothing, or had other rows."""
     line = next((x for x in metrics.read_metrics(out) if x["step"] == step), None)
     if not step or line is None or line.get("loss") is None:
         return None
-    window = next(plan.windows_from(settings, rows, step - 1))
+    window = next(plan.windows(step - 1))
     return (window, line["loss"]) if [row.id for row in window] == line.get("rows") else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,22 @@ def are_rows(source: Any) -> bool:
 
 
 def read_rows(
-    model: nn.Module, tokenizer: Any, data: Any, val: Any, settings: DataSettings
+    model: nn.Module,
+    tokenizer: Any,
+    data: Any,
+    val: Any,
+    settings: DataSettings,
+    keep: Collection[str] = (),
 ) -> tuple[list[Row], list[Row], list[DataReport]]:
     """Training rows, validation rows, and the reports of how they came about (none for prepared rows).
+
+    Args:
+        model: that the rows are for.
+        tokenizer: its; None for prepared rows.
+        data: that trains.
+        val: that scores, or None.
+        settings: of the data.
+        keep: columns of the source that the rows are to have in their `meta`.
 
     Raises:
         DataError: the data cannot be read.
@@ -74,6 +87,7 @@ def read_rows(
             max_tokens=context_of(model),
             labels=known(model),
             stop_ids=stop_ids(model, tokenizer),
+            keep=keep,
         )
         _name(model, found.report)
         reports.append(found.report)

@@ -14,8 +14,9 @@ from typing import cast
 from afina.config import TrainSettings
 from afina.errors import RunError, lasting
 from afina.models.blocks import Blocks
-from afina.train import micro, plan
+from afina.train import micro
 from afina.train.passes import Passes
+from afina.train.plan import Plan
 from afina.train.report import Reporter
 from afina.train.state import Machine, State
 from afina.tree import Edit
@@ -35,21 +36,24 @@ class Tuning:
 
     Attributes:
         edit: of the model, in training mode, its blocks `blocks.running()`.
-        settings: of the run.
+        plan: of the run.
         passes: rows -> losses.
         blocks: of the model.
-        rows: of the run.
         say: who is told.
         clock: seconds.
     """
 
     edit: Edit
-    settings: TrainSettings
+    plan: Plan
     passes: Passes
     blocks: Blocks
-    rows: Sequence[Row]
     say: Reporter
     clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Of the run."""
+        return self.plan.settings
 
     def decide(self, state: State) -> tuple[State, Cut]:
         """Micro-batches and compiling: as set, as decided when the run began, or found out; says what, and why.
@@ -63,7 +67,7 @@ class Tuning:
         return self._compiling(state, cut, warm=searched), cut
 
     def _tell_of_sums(self, cut: Cut) -> None:
-        parts = len(cut(self._first_step()))
+        parts = len(cut(self.plan.usual()))
         if self.settings.step_in_backward and parts > 1:
             self.say.say(
                 f"train.step_in_backward saves no memory here: a step has {parts} micro-batches, whose gradients are "
@@ -75,14 +79,14 @@ class Tuning:
         if not micro.is_found(self.settings):
             tokens = None
         elif tokens is None:
-            tokens, why = micro.find(self.rows, self._first_step(), self._pass, self.passes)
+            tokens, why = micro.find(self.plan.rows, self.plan.usual(), self._pass, self.passes)
             self.say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
         return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, self.passes)
 
     def _compiling(self, state: State, cut: Cut, *, warm: bool) -> State:
         machine = cast("Machine", state.machine)
         # The same rows whenever the run begins or goes on, so that the graphs are the same.
-        parts = cut(self._first_step())
+        parts = cut(self.plan.usual())
         if machine.compiled is not None:
             if machine.compiled:
                 self._compile(parts[0])
@@ -94,7 +98,7 @@ class Tuning:
         """Compiles when the run is long enough to get the time back, and keeps it when a pass is faster for it.
 
         Args:
-            parts: the first step's micro-batches.
+            parts: the micro-batches of a usual step.
             steps: of the run.
             warm: passes ran just now, so that the first is not slower than the others.
         """
@@ -146,9 +150,6 @@ class Tuning:
                 got=" ".join(str(error).split())[:300],
                 cure="set train.compile=false, or install a C++ compiler (g++) if that is what is missing",
             ) from None
-
-    def _first_step(self) -> Sequence[Row]:
-        return next(plan.windows_from(self.settings, self.rows))
 
     def _pass(self, rows: Sequence[Row]) -> None:
         self.passes.trial(rows, self.edit, dropping=self.settings.step_in_backward)

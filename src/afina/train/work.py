@@ -34,6 +34,7 @@ class Work:
         seams: what techniques, and whoever called, do in between.
         total_steps: of the whole run.
         warmup_steps: of the whole run.
+        shown: tokens before each step, and after the last; None where the learning rate goes by steps.
         around: (rows of a micro-batch, step, its number) -> what its forward pass runs inside.
     """
 
@@ -47,6 +48,7 @@ class Work:
     seams: Seams
     total_steps: int
     warmup_steps: int
+    shown: Sequence[int] | None = None
     around: Callable[[Sequence[Row], int, int], AbstractContextManager[None]] = (
         lambda rows, step, number: nullcontext()
     )

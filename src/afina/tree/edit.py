@@ -273,6 +273,10 @@ class Edit(Changes):
             found = found.and_then(technique.seams(self, total_steps))
         return found
 
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the user's training rows that the techniques read, beside what rows are made from."""
+        return tuple(name for technique in self.techniques for name in technique.columns())
+
     def outcome(self) -> list[str]:
         """What training made of the techniques beside the values, in lines."""
         return [line for technique in self.techniques for line in technique.outcome(self)]

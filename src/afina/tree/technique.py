@@ -168,6 +168,10 @@ class Technique(Frozen, ABC):
         """The same value with what only a tokenizer knows filled in; most ask for nothing."""
         return self
 
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the user's training rows that this reads, beside what rows are made from; none for most."""
+        return ()
+
     def init(self, edit: Edit, *, seed: int) -> None:
         """Gives the attached parameters their starting values, once the base's weights are there."""
         for name, delta in edit.deltas.items():
