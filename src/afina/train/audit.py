@@ -27,22 +27,6 @@ def silent_tensors(trainable: Mapping[str, nn.Parameter]) -> tuple[list[str], li
     return missing, zero
 
 
-def audit(trainable: Mapping[str, nn.Parameter], step: int, may_be_silent: Collection[str]) -> None:
-    """Raises when a tensor that should learn got no gradient.
-
-    Args:
-        trainable: by name, with the gradients of the step.
-        step: optimiser step, counted from 0; judged at 0 and 1, later steps pass.
-        may_be_silent: names that may have a zero gradient at this step.
-
-    Raises:
-        RunError: naming the tensors.
-    """
-    if step < AUDITED_STEPS:
-        missing, zero = silent_tensors(trainable)
-        refuse_silent(missing, zero, len(trainable), step, may_be_silent)
-
-
 def refuse_silent(
     missing: Sequence[str],
     zero: Sequence[str],
@@ -50,14 +34,14 @@ def refuse_silent(
     step: int,
     may_be_silent: Collection[str],
 ) -> None:
-    """The same, of what is known of the gradients.
+    """Raises when a tensor that should learn got no gradient.
 
     Args:
         missing: names of the tensors that got none.
         zero: names of those whose gradient was all zero.
         of: how many trainable tensors there are.
         step: 0 or 1.
-        may_be_silent: as for `audit`.
+        may_be_silent: names that may have a zero gradient at this step.
 
     Raises:
         RunError: naming the tensors.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.optim.schedules import factor
-from afina.train.audit import AUDITED_STEPS, audit, refuse_silent
+from afina.train.audit import AUDITED_STEPS, refuse_silent, silent_tensors
 from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
 from afina.train.moving import Mover
 from afina.train.nonfinite import Fault, NotFiniteError, fault_of
@@ -60,6 +60,8 @@ def loop(
         rows = work.mesh.share(list(next(windows)))
         lr = _lr(work, step)
         work.optimiser.set_lr(lr)
+        for begin in work.seams.at_step:
+            begin(step)
         mover = work.mover()
         done = backward(work, rows, step, mover)
         tensors = work.edit.trainable()
@@ -130,6 +132,7 @@ def _lr(work: Work, step: int) -> float:
         total_steps=work.total_steps,
         warmup_steps=work.warmup_steps,
         kind=work.settings.schedule,
+        shown=work.shown,
     )
 
 
@@ -142,15 +145,19 @@ def _move(
     audited: int,
 ) -> None:
     """Clips, moves the tensors and, at the first two moves of a run, asks whether every one of them learns."""
+    # Asked before anything is added to the gradients: noise would speak for a tensor that is silent.
+    silent = silent_tensors(tensors) if audited < AUDITED_STEPS else None
     if work.settings.clip is not None:
         torch.nn.utils.clip_grads_with_norm_(tensors.values(), work.settings.clip, norm)
+    if work.seams.before_step:
+        torch.manual_seed(seed_of(work.settings.seed, f"step {step}"))
     for before in work.seams.before_step:
         before(step, tensors)
     work.optimiser.step()
     for after in work.seams.moved:
         after(step, tensors)
-    if audited < AUDITED_STEPS:
-        audit(tensors, audited, _silent(work, audited))
+    if silent is not None:
+        refuse_silent(*silent, len(tensors), audited, _silent(work, audited))
 
 
 def _judge(work: Work, mover: Mover, audited: int) -> None:
