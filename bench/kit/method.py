@@ -1,65 +1,57 @@
-"""One run of one method for `bench/methods.py`. Run as `python -m bench.kit.method JOB.json`.
+"""One training run of one method for `bench/methods.py`: what trained, what was learnt, what is answered.
 
-The job file holds `techniques` (as in a run's configuration), `lr`, `seed`, `steps`, `batch`, `model`, `rows`, `dtype`,
-`threads`, `max_new_tokens` and `folder`, where `result.json` is left: what trained, what it cost, what it answers.
+A job holds `techniques` (as in a run's configuration), `lr`, `seed`, `steps`, `batch`, `dtype`, `model`, `rows`,
+`threads` and `folder`, for the run and its log. With `max_new_tokens` the model answers in words; where that is None,
+the rows are labelled and it gives classes.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from .answers import score
-from .jobs import Job, write_json
-from .meter import now_s, peak_memory_bytes
+from .jobs import Job
+from .labelled import read_labelled
 from .ours import arranged
-from .rows import Rows, read_rows
-
-WARM = 3
-"""Leading steps that the speed does not count."""
+from .rows import read_rows
 
 
-def run(job: dict[str, Any]) -> None:
-    """Trains, answers the test rows with the tuned model, and writes the result."""
+def run(job: dict[str, Any]) -> dict[str, float]:
+    """Trains, and scores the tuned model on the test rows; the result depends on the job alone."""
     import afina
-    from afina.train.metrics import last_tenth_loss, read_metrics
+    from afina.train.metrics import last_tenth_loss
     from afina.train.report import Lines
-    from afina.tree import Seams
 
-    folder = Path(job["folder"])
-    rows = read_rows(job["rows"])
-    model, tokenizer = afina.load(job["model"], dtype=job["dtype"], device="cpu")
-    edit = afina.apply(model, made(job["techniques"]), seed=job["seed"])
+    out = Path(job["folder"]) / "run"
+    model, tokenizer, train, test = loaded(job)
+    edit = afina.apply(model, made(job["techniques"]), seed=job["seed"], undoable=False)
     trained = sum(p.numel() for p in edit.trainable().values())
-    ends: list[float] = []
-    afina.train(
-        model,
-        tokenizer,
-        laid(rows, job),
-        edit,
-        folder / "run",
-        settings=settings(job),
-        options=afina.RunOptions(
-            base=job["model"],
-            reporter=Lines(sys.stdout),
-            overwrite=True,
-            seams=Seams(after_step=(lambda step: ends.append(now_s()),)),
-        ),
-    )
-    lines = read_metrics(folder / "run")
-    result = {
+    with (out.parent / "log").open("w", encoding="utf-8") as log:
+        options = afina.RunOptions(base=job["model"], reporter=Lines(log), overwrite=True)
+        afina.train(model, tokenizer, train, edit, out, settings=settings(job), options=options)
+    return {
         "trained_parameters": trained,
-        "loss": last_tenth_loss(folder / "run"),
-        "tokens_per_s": sum(line["tokens"] for line in lines[WARM:]) / (ends[-1] - ends[WARM - 1]),
-        "peak_bytes": peak_memory_bytes(),
-        "adapter_bytes": sum(
-            f.stat().st_size for f in (folder / "run").glob("adapter/**/*.safetensors")
-        ),
-        **scores(model, tokenizer, rows, job),
+        "loss": last_tenth_loss(out),
+        "adapter_bytes": sum(file.stat().st_size for file in out.glob("adapter/**/*.safetensors")),
+        **scores(model, tokenizer, test, job),
     }
-    write_json(folder / "result.json", result)
+
+
+def loaded(job: dict[str, Any], quantize: Any = None) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Model, tokenizer, training rows and test rows; with `quantize` the weights are packed as they are read."""
+    import afina
+
+    how = {"dtype": job["dtype"], "device": "cpu", "quantize": quantize}
+    if job["max_new_tokens"] is None:
+        labelled = read_labelled(job["rows"])
+        model, tokenizer = afina.load(job["model"], labels=labelled.names, **how)
+        return model, tokenizer, labelled.train, labelled.test
+    rows = read_rows(job["rows"])
+    model, tokenizer = afina.load(job["model"], **how)
+    # In the order of every bench: seed by seed the same for all methods.
+    order = Job("afina", "", {}, "", "", "", job["seed"], job["steps"], batch=job["batch"])
+    return model, tokenizer, arranged(rows, order), rows.test
 
 
 def made(listed: list[dict[str, dict[str, Any]]]) -> list[Any]:
@@ -85,22 +77,14 @@ def settings(job: dict[str, Any]) -> Any:
     )
 
 
-def laid(rows: Rows, job: dict[str, Any]) -> list[Any]:
-    """The rows in the order of every bench: seed by seed the same for all methods."""
-    order = Job("afina", "", {}, "", "", "", job["seed"], job["steps"], batch=job["batch"])
-    return arranged(rows, order)
+def scores(model: Any, tokenizer: Any, test: list[Any], job: dict[str, Any]) -> dict[str, float]:
+    """Shares of right answers to the test rows: the likeliest class, or greedy decoding beside the adapter."""
+    import afina
 
-
-def scores(model: Any, tokenizer: Any, rows: Rows, job: dict[str, Any]) -> dict[str, float]:
-    """Shares of right answers to the test rows, decoded greedily beside the adapter, not merged."""
-    from afina.config import GenerateSettings
-    from afina.models.generate import generate
-
-    limit = GenerateSettings(max_new_tokens=job["max_new_tokens"], batch_rows=50)
-    found = generate(model, tokenizer, [row["ids"] for row in rows.test], limit)
-    shares = score([each.text for each in found], [row["reference"] for row in rows.test])
+    if job["max_new_tokens"] is None:
+        found = afina.evaluate(model, tokenizer, test, afina.EvalSettings(batch_rows=32))
+        return {"accuracy": found.values["accuracy"], "macro_f1": found.values["macro_f1"]}
+    limit = afina.GenerateSettings(max_new_tokens=job["max_new_tokens"], batch_rows=50)
+    answers = afina.generate(model, tokenizer, [row["ids"] for row in test], limit)
+    shares = score([each.text for each in answers], [row["reference"] for row in test])
     return {name: share for name, (share, _) in shares.items()}
-
-
-if __name__ == "__main__":
-    run(json.loads(Path(sys.argv[1]).read_text("utf-8")))

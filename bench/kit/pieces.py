@@ -23,7 +23,6 @@ MODULES = {
     "peer": "bench.kit.peer",
     "afina": "bench.kit.ours",
     "answers": "bench.kit.answers",
-    "method": "bench.kit.method",
 }
 
 
@@ -102,15 +101,20 @@ def environment(job: dict[str, Any]) -> dict[str, str]:
 
 
 @contextmanager
-def only_one() -> Iterator[int]:
+def only_one(lock: Path | None = None) -> Iterator[int]:
     """Waits until no other bench on this machine has a worker running; yields the lock's file descriptor.
 
     A worker inherits it: the lock is held until the last of the two is gone, also when the bench alone is killed.
+
+    Args:
+        lock: of something else that only one may do; None is the machine's.
     """
-    with LOCK.open("w") as file:
+    lock = LOCK if lock is None else lock
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"  waiting for another bench ({LOCK})", flush=True)
+            print(f"  waiting for another bench ({lock})", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()

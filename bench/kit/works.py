@@ -1,0 +1,137 @@
+"""What the bench of methods trains: each method's techniques, and each model's work with the rates of its methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Listed = list[dict[str, dict[str, Any]]]
+"""Techniques as a run's configuration lists them: `[{"lora": {"rank": 16}}]`."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train a model.
+
+    Attributes:
+        techniques: what changes it.
+        kind: methods of one kind take the same learning rates.
+    """
+
+    techniques: Listed
+    kind: str = "low rank"
+
+
+BASELINE = "lora"
+"""The method that every other stands beside."""
+
+METHODS: dict[str, Method] = {
+    BASELINE: Method([{"lora": {"rank": 16}}]),
+    "full": Method([{"full": {}}], "full"),
+    "dora": Method([{"dora": {"rank": 16}}]),
+    "bitfit": Method([{"bitfit": {}}], "small"),
+    "ia3": Method([{"ia3": {}}], "small"),
+    "prefix": Method([{"prefix": {"tokens": 20}}], "small"),
+    "pfeiffer": Method([{"bottleneck": {"kind": "pfeiffer"}}]),
+    "lora+": Method([{"lora": {"rank": 16, "loraplus_ratio": 16.0}}], "lora+"),
+    "pissa": Method([{"lora": {"rank": 16, "start": "pissa"}}]),
+    "nf4 + lora": Method([{"quantize": {}}, {"lora": {"rank": 16}}]),
+    "lora, q and v": Method([{"lora": {"rank": 16, "target": ["attention"]}}]),
+    "lora, rank 64, rslora": Method([{"lora": {"rank": 64, "alpha": 16.0, "rslora": True}}]),
+    "olora": Method([{"lora": {"rank": 16, "start": "olora"}}]),
+    "adalora": Method([{"adalora": {"tinit": 10, "tfinal": 20, "delta_t": 2}}], "adalora"),
+    "houlsby": Method([{"bottleneck": {"kind": "houlsby"}}]),
+    "parallel": Method([{"bottleneck": {"kind": "parallel"}}]),
+    "prompt": Method([{"prompt": {"tokens": 20}}], "prompt"),
+    "p_tuning": Method([{"p_tuning": {"tokens": 20}}], "p_tuning"),
+}
+"""In the order in which they are run."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all methods do with one model, with equal rows and steps.
+
+    Attributes:
+        kind: the model answers in words (answers), or gives each row a class (classes).
+        score: what is measured on the test rows.
+        train_rows, test_rows: how many of each.
+        steps: optimiser steps.
+        batch: rows of a step.
+        cost_batch: rows of a step whose time and memory are taken.
+        cost_steps: how many of those count.
+        max_new_tokens: of an answer; None for classes.
+        rates: two learning rates for each kind of method.
+    """
+
+    kind: Literal["answers", "classes"]
+    score: str
+    train_rows: int
+    test_rows: int
+    steps: int
+    batch: int
+    cost_batch: int
+    cost_steps: int
+    max_new_tokens: int | None
+    rates: dict[str, tuple[float, float]]
+
+
+WORKS: dict[str, Work] = {
+    "smollm2-135m": Work(
+        kind="answers",
+        score="exact_match",
+        train_rows=960,
+        test_rows=200,
+        steps=60,
+        batch=16,
+        cost_batch=4,
+        cost_steps=7,
+        max_new_tokens=96,
+        rates={
+            "low rank": (5e-4, 1e-3),
+            "lora+": (1e-4, 3e-4),
+            "adalora": (1e-3, 3e-3),
+            "small": (3e-3, 1e-2),
+            "prompt": (1e-2, 3e-2),
+            "p_tuning": (1e-3, 3e-3),
+            "full": (3e-5, 1e-4),
+        },
+    ),
+    # A new head has everything to learn, so that rates are higher than those of a model that can answer already.
+    "minilm-l6-v2": Work(
+        kind="classes",
+        score="accuracy",
+        train_rows=1920,
+        test_rows=1000,
+        steps=120,
+        batch=16,
+        cost_batch=16,
+        cost_steps=9,
+        max_new_tokens=None,
+        rates={
+            "low rank": (3e-3, 1e-2),
+            "lora+": (1e-3, 3e-3),
+            "adalora": (3e-3, 1e-2),
+            "small": (1e-2, 3e-2),
+            "prompt": (1e-2, 3e-2),
+            "p_tuning": (3e-3, 1e-2),
+            "full": (3e-4, 1e-3),
+        },
+    ),
+}
+"""By the model's name."""
+
+
+def quick(work: Work) -> Work:
+    """The same in a few small steps, which say nothing but that every method runs."""
+    few = None if work.max_new_tokens is None else 8
+    return replace(
+        work,
+        train_rows=16,
+        test_rows=4,
+        steps=5,
+        batch=2,
+        cost_batch=2,
+        cost_steps=2,
+        max_new_tokens=few,
+    )
