@@ -70,6 +70,7 @@ class Seams:
 
     Attributes:
         windows: (what there is to choose from) -> which rows each step gets; at most one.
+        at_step: (step,), before its first micro-batch.
         on_batch: (batch, step) -> batch, before it is used.
         loss: (losses (N,), batch, step) -> losses, to weigh token losses.
         penalty: (step) -> scalar, added to the loss of the step; the loss that is reported does not have it.
@@ -81,6 +82,7 @@ class Seams:
     """
 
     windows: tuple[Callable[[Asked], Chooser], ...] = ()
+    at_step: tuple[Callable[[int], None], ...] = ()
     on_batch: tuple[Callable[[Batch, int], Batch], ...] = ()
     loss: tuple[Callable[[Tensor, Batch, int], Tensor], ...] = ()
     penalty: tuple[Callable[[int], Tensor], ...] = ()
