@@ -21,6 +21,13 @@ SMALL: dict[str, Technique] = {"quantize": PACKED} | {
     case.technique.key: case.technique for case in reversed(battery.CASES) if case.model == "llama"
 }
 """A value of each technique: that of its first row in the battery."""
+SMALL |= {key: TECHNIQUES[key]() for key in battery.WITHOUT_ROWS if key not in SMALL}
+
+
+def values(pair: tuple[str, str]) -> list[Technique]:
+    """Those of a pair; of two that train nothing, with what trains beside them."""
+    trains = not set(pair).issubset(battery.WITHOUT_ROWS)
+    return [SMALL[key] for key in pair] + ([] if trains else [SMALL["lora"]])
 
 
 def clash(one: str, other: str) -> bool:
@@ -33,7 +40,7 @@ PAIRS = tuple(pair for pair in EVERY if not clash(*pair))
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_a_pair_composes(pair: tuple[str, str], tmp_path: Path) -> None:
-    techniques = [SMALL[key] for key in pair]
+    techniques = values(pair)
     model = battery.build("llama")
     before = battery.picture(model)
     answer = battery.logits(model)

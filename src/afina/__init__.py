@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from afina.adapters.merge import Merged, MergeSettings, merge
     from afina.adapters.resize import ResizeSettings, resize
     from afina.config import EvalSettings, GenerateSettings, TrainSettings
+    from afina.data.curriculum import Curriculum
     from afina.data.settings import DataSettings
     from afina.errors import AfinaError
     from afina.evaluate.evaluate import evaluate
@@ -50,6 +51,7 @@ _HOMES = {
     "BitFit": "afina.techniques.bitfit",
     "Bottleneck": "afina.techniques.bottleneck",
     "CombineSettings": "afina.adapters.combine",
+    "Curriculum": "afina.data.curriculum",
     "DataSettings": "afina.data.settings",
     "DoRA": "afina.techniques.dora",
     "Edit": "afina.tree",
@@ -93,6 +95,7 @@ __all__ = [
     "BitFit",
     "Bottleneck",
     "CombineSettings",
+    "Curriculum",
     "DataSettings",
     "DoRA",
     "Edit",

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from afina.data.curriculum import Curriculum
 from afina.errors import ConfigError, TechniqueError
 from afina.optim.gradient_noise import GradientNoise
 from afina.optim.layer_decay import LayerDecay
@@ -44,6 +45,7 @@ TECHNIQUES: dict[str, type[Technique]] = {
     "full": Full,
     "layer_decay": LayerDecay,
     "gradient_noise": GradientNoise,
+    "curriculum": Curriculum,
 }
 
 ORDER: tuple[str, ...] = (
@@ -61,6 +63,7 @@ ORDER: tuple[str, ...] = (
     "p_tuning",
     "layer_decay",
     "gradient_noise",
+    "curriculum",
 )
 """The order in which techniques act on a model, whatever the order in which they were given."""
 
