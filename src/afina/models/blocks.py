@@ -29,7 +29,9 @@ from torch.utils.checkpoint import (
 )
 
 from afina import seams
+from afina.errors import TechniqueError
 from afina.ops.lowrank import out_of_place
+from afina.tree import Around
 
 Recompute = bool | int | Literal["selective"]
 """False: none; True: every block; n: every n-th block; selective: see above."""
@@ -55,15 +57,32 @@ class Blocks:
         """Changes nothing yet.
 
         Raises:
-            TechniqueError: blocks are to be recomputed or compiled, and the model has none.
+            TechniqueError: blocks are to be recomputed or compiled, and the model has none, or none that may be.
         """
         if recompute is not False:
             seams.require_stack(model, "train.recompute")
         if must_compile:
             seams.require_stack(model, "train.compile")
         self.blocks = [block for stack in seams.stacks(model).values() for block in stack]
+        self._apart = [_runs_itself(block) for block in self.blocks]
+        if must_compile and any(self._apart):
+            raise TechniqueError(
+                "train.compile=true: reversible blocks are not compiled",
+                got=f"{sum(self._apart)} of {len(self._apart)} blocks",
+                cure="leave train.compile out, or take train.recompute=true in place of reversible",
+            )
+        if recompute is not False and self.blocks and all(self._apart):
+            raise TechniqueError(
+                "train.recompute would do nothing: every block is reversible, and so runs again in backward already",
+                cure="leave one of the two out",
+            )
         self.recompute: Recompute = recompute
         self.compiled = False
+
+    @property
+    def compilable(self) -> bool:
+        """Whether there are blocks, and all of them may be compiled."""
+        return bool(self.blocks) and not any(self._apart)
 
     @contextmanager
     def running(self) -> Generator[Blocks, None, None]:
@@ -87,6 +106,8 @@ class Blocks:
     def _put(self) -> None:
         for number, block in enumerate(self.blocks):
             call: Call | None = None
+            if self._apart[number]:
+                continue
             if self.compiled:
                 call = cast("Call", torch.compile(block._call_impl, dynamic=True))  # pyright: ignore[reportUnknownMemberType]
             # A compiled graph computes again by itself what is cheap, so for it there is nothing to select.
@@ -129,6 +150,11 @@ def _calls(blocks: list[nn.Module]) -> list[Call | None]:
 def _put(blocks: list[nn.Module], calls: Sequence[Call | None]) -> None:
     for block, call in zip(blocks, calls, strict=True):
         setattr(block, _SLOT, call)
+
+
+def _runs_itself(block: nn.Module) -> bool:
+    """Whether a child of the block runs it again in backward."""
+    return any(isinstance(child, Around) and child.recomputes for child in block.children())
 
 
 def _again(number: int, recompute: Recompute) -> bool:

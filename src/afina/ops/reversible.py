@@ -36,7 +36,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as recomputation
 
 from afina.errors import RunError
 
@@ -365,7 +365,7 @@ class Again:
 
 def first_of(said: Any) -> Tensor:
     """The states among what a block says."""
-    return said[0] if isinstance(said, tuple) else said
+    return cast("tuple[Tensor, ...]", said)[0] if isinstance(said, tuple) else said
 
 
 class Front:
@@ -379,7 +379,7 @@ class Front:
 
     def __init__(self, hidden: Tensor, way: Way, shares: tuple[float, float], name: str) -> None:
         self.way, self.shares = way, shares
-        entered: Tensor = cast("Any", Enter.apply)(hidden, way)
+        entered: Tensor = cast("Any", Enter).apply(hidden, way)
         self._past = self._cur = entered
         self.shown = hidden
         self._number = 1
@@ -400,13 +400,12 @@ class Front:
         given = self._cur.to(self.way.grid.blocks)
         if torch.is_grad_enabled():
             again = Again(call, given, self.way, step)
-            said = cast("Any", checkpoint)(
-                again, given.new_empty(0), use_reentrant=False, early_stop=False
-            )
+            run: Any = cast("Any", recomputation).checkpoint
+            said = run(again, given.new_empty(0), use_reentrant=False, early_stop=False)
         else:
             said = call(given)
         y = first_of(said)
-        after: Tensor = cast("Any", Follow.apply)(self._past, self._cur, y, self.way, step)
+        after: Tensor = cast("Any", Follow).apply(self._past, self._cur, y, self.way, step)
         self._past, self._cur, self._number = self._cur, after, self._number + 1
         self.way.note(self._number, after, step.name)
         return said
@@ -418,5 +417,5 @@ class Front:
 
     def leave(self) -> Tensor:
         """What the last one gives."""
-        out: Any = Leave.apply
-        return out(self._past, self._cur, self.way, self._number, self.shares)
+        node: Any = Leave
+        return node.apply(self._past, self._cur, self.way, self._number, self.shares)

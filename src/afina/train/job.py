@@ -260,6 +260,8 @@ class Job:
                 self._tell_of_rows(passes, why, say)
                 state, cut = Tuning(self.edit, self.plan, passes, self.blocks, say).decide(state)
                 entering = self._entering(passes, cut, state.step, say)
+                if not state.step:
+                    self._tell_of_start(passes, cut, say)
                 if changes or not state.step:
                     record.write_start(self.out, state)
                 work = Work(
@@ -299,6 +301,17 @@ class Job:
         run = Run(self.out, weights, steps, loss, scores_of(self.out, best), best, skipped)
         result.write(run)
         return run
+
+    def _tell_of_start(
+        self, passes: Passes, cut: Callable[[Sequence[Row]], list[list[Row]]], say: Reporter
+    ) -> None:
+        """What the techniques make of the model before anything is learnt."""
+
+        def loss() -> float:
+            return validate.mean_loss(self.model, cut(next(self.plan.windows())), passes)
+
+        for line in self.edit.opening(loss):
+            say.say(line)
 
     def _entering(
         self,

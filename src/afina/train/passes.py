@@ -147,6 +147,9 @@ def unshared(model: nn.Module, edit: Edit, *, by_row: bool) -> str | None:
     """Why rows that begin alike must be computed apart; None when they need not."""
     if any(getattr(delta, "dropout", 0) for delta in edit.deltas.values()):
         return "the adapter's dropout draws for each row on its own"
+    apart = {getattr(delta, "apart", "") for delta in edit.deltas.values()} - {""}
+    if apart:
+        return "; ".join(sorted(apart))
     if drops(model):
         return "the model's dropout draws for each row on its own"
     if by_row:

@@ -102,7 +102,7 @@ class Tuning:
             steps: of the run.
             warm: passes ran just now, so that the first is not slower than the others.
         """
-        if self.passes.device.type != "cpu" or not self.blocks.blocks:
+        if self.passes.device.type != "cpu" or not self.blocks.compilable:
             return False
         if not warm:
             self._pass(parts[0])

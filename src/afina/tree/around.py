@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,7 +21,12 @@ class Around(Delta):
 
     Hooks of the module, recomputation and compilation are outside of it: a block that is recomputed in backward runs
     through its children again.
+
+    Attributes:
+        recomputes: it runs its block again in backward by itself, so that recomputation and compilation leave it out.
     """
+
+    recomputes: ClassVar[bool] = False
 
     @abstractmethod
     def around(self, call: Callable[..., Any], base: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -166,7 +166,9 @@ class Edit(Changes):
             )
         if not all(delta.enabled for delta in self.deltas.values()):
             raise TechniqueError("the edit is disabled", cure="merge outside of edit.disabled()")
-        self._folds = Folds(self.model, self.deltas)
+        self._folds = Folds(
+            self.model, {n: d for n, d in self.deltas.items() if not d.only_in_training}
+        )
         for attached in self._attached:
             attached.unhook()
         return self._folds.rounding
@@ -276,6 +278,10 @@ class Edit(Changes):
     def columns(self) -> tuple[str, ...]:
         """Columns of the user's training rows that the techniques read, beside what rows are made from."""
         return tuple(name for technique in self.techniques for name in technique.columns())
+
+    def opening(self, loss: Callable[[], float]) -> list[str]:
+        """What the techniques make of the model as a run begins, in lines; see `Technique.opening`."""
+        return [line for technique in self.techniques for line in technique.opening(self, loss)]
 
     def outcome(self) -> list[str]:
         """What training made of the techniques beside the values, in lines."""

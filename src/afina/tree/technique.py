@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -37,6 +37,7 @@ class Delta(nn.Module, ABC):
     Attributes:
         follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
         foldable: the change can be folded into weight and bias of a map.
+        only_in_training: it acts in training alone, so that there is nothing of it to fold.
         acts_on_input: `inward` changes what the module is given.
         enabled: False makes the module act as the base did (see `Edit.disabled`).
         transposed: the base's weight is stored as (in, out), as that of a `Conv1D` or an embedding is.
@@ -50,6 +51,7 @@ class Delta(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = True
+        self.only_in_training = False
         self.transposed = False
         self.front = 0
 
@@ -189,6 +191,15 @@ class Technique(Frozen, ABC):
             total_steps: of the whole run.
         """
         return Seams()
+
+    def opening(self, edit: Edit, loss: Callable[[], float]) -> list[str]:
+        """What this makes of the model as a run begins, measured, in lines; nothing for most.
+
+        Args:
+            edit: of the model.
+            loss: measures the mean loss of the first rows, in evaluation mode and without gradients, in nats.
+        """
+        return []
 
     def outcome(self, edit: Edit) -> list[str]:
         """What training made of this beside the values, in lines for its end; nothing for most."""
