@@ -1,4 +1,4 @@
-"""The methods' bench: every listed method exists with these settings, results are kept, and rows say what was measured."""
+"""The methods' bench: every method exists with these settings, results are kept, and rows say what was measured."""
 
 from __future__ import annotations
 
