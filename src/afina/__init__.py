@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from afina.techniques.prefix import PrefixTuning
     from afina.techniques.prompt import PromptTuning
     from afina.techniques.quantize import Quantize
+    from afina.techniques.reversible import Reversible
     from afina.techniques.trainable_tokens import TrainableTokens
     from afina.train.job import Run
     from afina.train.options import RunOptions
@@ -70,6 +71,7 @@ _HOMES = {
     "PromptTuning": "afina.techniques.prompt",
     "Quantize": "afina.techniques.quantize",
     "ResizeSettings": "afina.adapters.resize",
+    "Reversible": "afina.techniques.reversible",
     "Run": "afina.train.job",
     "RunOptions": "afina.train.options",
     "TrainSettings": "afina.config",
@@ -113,6 +115,7 @@ __all__ = [
     "PromptTuning",
     "Quantize",
     "ResizeSettings",
+    "Reversible",
     "Run",
     "RunOptions",
     "TrainSettings",

@@ -27,6 +27,7 @@ from afina.techniques.p_tuning import PTuning
 from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
 from afina.techniques.quantize import Quantize, found_in
+from afina.techniques.reversible import Reversible, marked
 from afina.techniques.trainable_tokens import TrainableTokens
 from afina.tree import Edit, Technique, freeze
 
@@ -45,6 +46,7 @@ TECHNIQUES: dict[str, type[Technique]] = {
     "full": Full,
     "layer_decay": LayerDecay,
     "gradient_noise": GradientNoise,
+    "reversible": Reversible,
     "curriculum": Curriculum,
 }
 
@@ -61,6 +63,7 @@ ORDER: tuple[str, ...] = (
     "prefix",
     "prompt",
     "p_tuning",
+    "reversible",
     "layer_decay",
     "gradient_noise",
     "curriculum",
@@ -163,6 +166,9 @@ def apply(
     base = found_in(model)
     if base is not None and not any(isinstance(t, Quantize) for t in listed):
         listed = check([base, *listed])  # a model that was loaded quantised is changed so
+    coupled = marked(model)
+    if coupled is not None and not any(isinstance(t, Reversible) for t in listed):
+        listed = check([*listed, coupled])  # one that was trained so says nothing of use otherwise
     with Edit(model, listed).whole() as edit:
         edit.on_undo(freeze(model))
         for technique in edit.techniques:

@@ -45,7 +45,8 @@ from afina.types import Batch
 Form = Literal["bdia", "additive"]
 STREAMS = {"fp64": torch.float64, "fp32": torch.float32}
 GRIDS = {"fp64": 16, "fp32": 9}
-PLAIN = {"bdia": 3, "additive": 0}
+PLAIN = 3
+"""First blocks that stay plain under BDIA, or half of a model of fewer than six."""
 
 MARK = "afina_reversible"
 """The key in a model's config under which a model that was trained in additive coupling says so."""
@@ -70,7 +71,8 @@ class Reversible(Technique):
     plain: int | None = Field(
         default=None,
         ge=0,
-        description="first blocks that are left as they are; None is 3 for bdia (which needs 1) and 0 for additive",
+        description="first blocks that are left as they are; None is 3 for bdia (half of a model of fewer than six "
+        "blocks; one at least) and 0 for additive",
     )
     signs: Literal["row", "step"] = Field(
         default="row",
@@ -138,7 +140,9 @@ class Reversible(Technique):
                 got=", ".join(seams.stacks(model)),
                 cure="take train.recompute=true, which knows several",
             )
-        plain = PLAIN[form] if self.plain is None else self.plain
+        plain = self.plain
+        if plain is None:
+            plain = max(1, min(PLAIN, len(found) // 2)) if form == "bdia" else 0
         if form == "bdia" and plain < 1:
             raise TechniqueError(
                 "reversible.plain: bdia takes its first two states from a plain block",
