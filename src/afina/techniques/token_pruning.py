@@ -57,7 +57,6 @@ class TokenPruning(Technique):
     """Blocks that run on a share of each row's tokens."""
 
     key: ClassVar[str] = "token_pruning"
-    aid: ClassVar[bool] = True
 
     keep: float = Field(
         default=0.5, gt=0, le=1, description="share of a row's tokens kept where it is pruned"
@@ -102,7 +101,10 @@ class TokenPruning(Technique):
         default=16, ge=1, description="score predictor: inner width of its network"
     )
     loss_decay: float = Field(
-        default=0.995, ge=0, lt=1, description="score loss: β, the share of m that a new loss leaves"
+        default=0.995,
+        ge=0,
+        lt=1,
+        description="score loss: β, the share of m that a new loss leaves",
     )
     loss_start: float = Field(
         default=10.0,
