@@ -21,8 +21,16 @@ from afina.tree import Edit
 
 
 def parts_of(edit: Edit) -> list[Part]:
-    """What each technique has in the model, those left out that train nothing."""
-    found = [Part(edit.model, t, edit.deltas_of(t), edit.in_place_of(t)) for t in edit.techniques]
+    """What each technique has in the model, those left out that train nothing or only help others to."""
+    found = [
+        Part(
+            edit.model,
+            technique,
+            {n: d for n, d in edit.deltas_of(technique).items() if not d.only_in_training},
+            edit.in_place_of(technique),
+        )
+        for technique in edit.techniques
+    ]
     return [part for part in found if part.in_place or any(map(_trains, part.deltas.values()))]
 
 

@@ -112,7 +112,7 @@ def _beside(edit: Edit) -> dict[str, Tensor]:
     """What the next step needs of the techniques and `adapter/` does not hold."""
     if adapters.is_adapter(edit) and not adapters.is_exact(edit):
         return {**edit.state(), **edit.trainable()}
-    return edit.state()
+    return {**edit.state(), **edit.aiding()}
 
 
 def _write_weights(folder: Path, contents: Contents, record: Record) -> None:
@@ -122,8 +122,10 @@ def _write_weights(folder: Path, contents: Contents, record: Record) -> None:
         files.save(edit, folder / "adapter", base=contents.base, tokenizer=tokenizer, record=record)
         return
     model: Any = edit.model
+    aiding = edit.aiding()
+    own = {n: t for n, t in model.state_dict().items() if n not in aiding} if aiding else None
     with _no_bar():
-        model.save_pretrained(folder / "model")
+        model.save_pretrained(folder / "model", state_dict=own)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / "model")
 

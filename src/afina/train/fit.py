@@ -72,7 +72,7 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
             "the edit is of another model", cure="train the model that was given to apply"
         )
     _refuse_state(edit)
-    if not edit.trainable():
+    if len(edit.aiding()) == len(edit.trainable()):
         raise RunError(
             "nothing would train",
             got=", ".join(technique.key for technique in edit.techniques) or "no technique",

@@ -152,7 +152,7 @@ def unshared(model: nn.Module, edit: Edit, *, by_row: bool) -> str | None:
         return "; ".join(sorted(apart))
     if drops(model):
         return "the model's dropout draws for each row on its own"
-    if by_row:
+    if by_row or any(delta.by_row for delta in edit.deltas.values()):
         return "a technique changes batches or losses row by row"
     return None
 

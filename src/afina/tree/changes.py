@@ -40,6 +40,15 @@ class Changes:
         }
         return {**attached, **self.in_place}
 
+    def aiding(self) -> dict[str, nn.Parameter]:
+        """Those of the tensors that train which only help others to: no adapter has them."""
+        return {
+            f"{name}.{inner}": parameter
+            for name, delta in self.deltas.items()
+            if delta.only_in_training
+            for inner, parameter in delta.named_parameters()
+        }
+
     def deltas_of(self, technique: Technique) -> dict[str, Delta]:
         """The children that `technique` attached, by the name of the module that each acts on."""
         end = f".{technique.key}"

@@ -37,8 +37,10 @@ class Delta(nn.Module, ABC):
     Attributes:
         follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
         foldable: the change can be folded into weight and bias of a map.
-        only_in_training: it acts in training alone, so that there is nothing of it to fold.
+        only_in_training: it acts in training alone, so that there is nothing of it to fold, and no adapter has it;
+            checkpoints do.
         acts_on_input: `inward` changes what the module is given.
+        by_row: what it does in training differs from row to row, so rows that begin alike are computed apart.
         enabled: False makes the module act as the base did (see `Edit.disabled`).
         transposed: the base's weight is stored as (in, out), as that of a `Conv1D` or an embedding is.
         front: how many places it puts in front of every row; see `front_of`.
@@ -47,6 +49,7 @@ class Delta(nn.Module, ABC):
     follows: ClassVar[Mapping[str, Side]] = {}
     foldable: ClassVar[bool] = False
     acts_on_input: ClassVar[bool] = False
+    by_row: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
