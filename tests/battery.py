@@ -60,7 +60,14 @@ VOCABULARY = 40
 IDS = torch.tensor([[1, 7, 3, 22, 9, 4], [5, 2, 31, 8, 8, 11]])
 TARGETS = torch.tensor([[7, 3, 22, 9, 4, 30], [2, 31, 8, 8, 11, 1]])
 
-WITHOUT_ROWS = ("quantize", "layer_decay", "gradient_noise", "curriculum", "reversible")
+WITHOUT_ROWS = (
+    "quantize",
+    "layer_decay",
+    "gradient_noise",
+    "curriculum",
+    "reversible",
+    "token_pruning",
+)
 """Keys of techniques that train nothing by themselves, and so have no row in this battery but tests of their own."""
 
 NOT_PACKED = ("bert",)

@@ -155,7 +155,7 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
     "full": {"layers": "0", "target": ("q_proj",), "exclude": ("q_proj",)},
     "quantize": {
         "kind": "int8", "block": 32, "double_quant": False, "compute_dtype": "bf16", "target": ("q_proj",),
-        "exclude": ("q_proj",),
+        "exclude": ("q_proj",), "loftq_rank": 4, "loftq_rounds": 3,
     },
     "layer_decay": {
         "decay": 0.5, "convention": "electra", "min_scale": 0.95, "new_modules": "layer", "scales": {"q_proj": 3.0},
@@ -169,6 +169,7 @@ ALONG: dict[tuple[str, str], dict[str, Any]] = {
     ("prefix", "text"): A_TEXT, ("prefix", "text_ids"): A_TEXT, ("prefix", "hidden"): {"projection": True},
     ("prompt", "text"): A_TEXT, ("prompt", "text_ids"): A_TEXT,
     ("p_tuning", "lstm_layers"): {"network": "lstm"}, ("p_tuning", "dropout"): {"network": "lstm"},
+    ("quantize", "loftq_rank"): {"loftq_rank": 2, "loftq_rounds": 2}, ("quantize", "loftq_rounds"): {"loftq_rank": 2},
 }  # fmt: skip
 """What must be set for a setting to have a meaning."""
 
@@ -262,6 +263,8 @@ def test_no_setting_of_a_technique_is_left_out() -> None:
     elsewhere = {"bottleneck": {"cross"}}
     # tests/data/test_curriculum.py: which rows are shown, and no more.
     elsewhere["curriculum"] = set(TECHNIQUES["curriculum"].model_fields)
+    # tests/techniques/test_token_pruning_settings.py: what is kept, and when.
+    elsewhere["token_pruning"] = set(TECHNIQUES["token_pruning"].model_fields)
     assert {key: set(TECHNIQUE.get(key, {})) | elsewhere.get(key, set()) for key in TECHNIQUES} == {
         key: set(kind.model_fields) for key, kind in TECHNIQUES.items()
     }

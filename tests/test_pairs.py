@@ -13,11 +13,13 @@ from afina.adapters.contents import is_adapter
 from afina.errors import TechniqueError
 from afina.table import CLASHES, TECHNIQUES, apply
 from afina.techniques.quantize import Quantize
+from afina.techniques.token_pruning import TokenPruning
 from afina.tree import Technique
 from tests import battery
 
 PACKED = Quantize(block=8)
-SMALL: dict[str, Technique] = {"quantize": PACKED} | {
+SMALL: dict[str, Technique] = {"quantize": PACKED, "token_pruning": TokenPruning(score="random")}
+SMALL |= {
     case.technique.key: case.technique for case in reversed(battery.CASES) if case.model == "llama"
 }
 """A value of each technique: that of its first row in the battery."""

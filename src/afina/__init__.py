@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from afina.techniques.prompt import PromptTuning
     from afina.techniques.quantize import Quantize
     from afina.techniques.reversible import Reversible
+    from afina.techniques.token_pruning import TokenPruning
     from afina.techniques.trainable_tokens import TrainableTokens
     from afina.train.job import Run
     from afina.train.options import RunOptions
@@ -74,6 +75,7 @@ _HOMES = {
     "Reversible": "afina.techniques.reversible",
     "Run": "afina.train.job",
     "RunOptions": "afina.train.options",
+    "TokenPruning": "afina.techniques.token_pruning",
     "TrainSettings": "afina.config",
     "TrainableTokens": "afina.techniques.trainable_tokens",
     "apply": "afina.table",
@@ -118,6 +120,7 @@ __all__ = [
     "Reversible",
     "Run",
     "RunOptions",
+    "TokenPruning",
     "TrainSettings",
     "TrainableTokens",
     "apply",

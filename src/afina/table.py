@@ -28,6 +28,7 @@ from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
 from afina.techniques.quantize import Quantize, found_in
 from afina.techniques.reversible import Reversible, marked
+from afina.techniques.token_pruning import TokenPruning
 from afina.techniques.trainable_tokens import TrainableTokens
 from afina.tree import Edit, Technique, freeze
 
@@ -46,6 +47,7 @@ TECHNIQUES: dict[str, type[Technique]] = {
     "full": Full,
     "layer_decay": LayerDecay,
     "gradient_noise": GradientNoise,
+    "token_pruning": TokenPruning,
     "reversible": Reversible,
     "curriculum": Curriculum,
 }
@@ -63,6 +65,7 @@ ORDER: tuple[str, ...] = (
     "prefix",
     "prompt",
     "p_tuning",
+    "token_pruning",
     "reversible",
     "layer_decay",
     "gradient_noise",
