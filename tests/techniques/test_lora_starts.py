@@ -15,7 +15,8 @@ from afina.adapters.contents import is_exact
 from afina.errors import AdapterError, ConfigError, TechniqueError
 from afina.table import apply
 from afina.techniques.dora import DoRA
-from afina.techniques.lora import LoRA, LoRADelta, orthogonal, principal
+from afina.techniques.lora import LoRA, LoRADelta
+from afina.techniques.lora_starts import orthogonal, principal
 from afina.techniques.quantize import Quantize
 from tests import battery
 from tests.adapters.kit import randomise
@@ -147,8 +148,8 @@ def test_on_a_quantised_base_it_starts_from_the_rounded_weights(start: Any) -> N
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="rounding took off"):
-        LoRA(start="loftq")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="start cannot have this value"):
+        LoRA(start="eva")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TechniqueError, match="is for linears"):
         apply(battery.build("llama"), [LoRA(rank=2, start="pissa", target=("embed_tokens",))])
 

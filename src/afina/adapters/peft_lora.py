@@ -284,7 +284,7 @@ def _config(part: Part) -> dict[str, Any]:
     paths = peft_experts.paths_of(part.deltas)
     # One that started from the weights is a plain LoRA of twice the rank, at the same scale.
     ranks = {name: _rank_of(delta) for name, delta in {**deltas, **paths}.items()}
-    if lora.start != "default":
+    if lora.offset:
         alpha = lora.alpha * (math.sqrt(2) if lora.rslora else 2)
         lora = lora.model_copy(update={"rank": 2 * lora.rank, "alpha": alpha})
     alphas = {name: _alpha(delta, lora) for name, delta in {**deltas, **paths}.items()}

@@ -98,7 +98,7 @@ def read_rounded(folder: Path) -> Rounded | None:
     base = found.get("base")
     dtype = base.get("quantised_from") if isinstance(base, dict) else None
     try:
-        technique = Quantize.model_validate(settings[0])
+        technique = Quantize.model_validate(settings[0]).rounding
     except ValidationError as error:
         raise _unreadable(folder, error.errors()[0]["msg"]) from None
     if dtype not in DTYPES:

@@ -20,7 +20,7 @@ from afina.ops.product import multiply
 from afina.ops.quantise import Quantised, Scheme, dequantise, quantise
 from afina.ops.sample import sample
 
-_PARTS = ("codes", "scales", "second", "offset", "kept")
+_PARTS = ("codes", "scales", "second", "offset", "kept", "apart_b", "apart_a")
 
 
 class PackedWeight(Tensor):
@@ -30,6 +30,8 @@ class PackedWeight(Tensor):
         scheme: how it is kept.
         codes, scales, second, offset: see `Quantised`.
         kept: the sample of the weight that it was made of; see `ops.sample`.
+        apart_b, apart_a: factors, as the weight lies, of a part of that weight that rounding took off and a low-rank
+            change can give back; None where they were not asked for. They take no part in what is computed.
         compute: type of the products; None is that of the input.
         settings: what it was made by, for whoever must make it again.
     """
@@ -40,8 +42,21 @@ class PackedWeight(Tensor):
     second: Tensor | None
     offset: Tensor | None
     kept: Tensor
+    apart_b: Tensor | None
+    apart_a: Tensor | None
     compute: torch.dtype | None
     settings: str
+
+    @property
+    def apart(self) -> tuple[Tensor, Tensor] | None:
+        """Both factors, (rows, r) and (r, columns) of the weight as it lies; None where there are none."""
+        if self.apart_b is None or self.apart_a is None:
+            return None
+        return self.apart_b, self.apart_a
+
+    def remember(self, b: Tensor, a: Tensor) -> None:
+        """Keeps such factors."""
+        self.apart_b, self.apart_a = b, a
 
     @property
     def packed(self) -> Quantised:
@@ -125,6 +140,7 @@ def pack(
     name: str,
     compute: torch.dtype | None = None,
     settings: str = "",
+    instead: Tensor | None = None,
 ) -> nn.Parameter:
     """The frozen parameter that takes the place of `weight`.
 
@@ -134,12 +150,13 @@ def pack(
         name: of the weight, for the error.
         compute: type of the products; None is that of the input.
         settings: what it is made by; see `PackedWeight`.
+        instead: what is rounded in its place, of its shape; None is the weight itself.
 
     Raises:
         TechniqueError: it holds a NaN or an infinity.
     """
     try:
-        packed = quantise(weight, scheme)
+        packed = quantise(weight if instead is None else instead, scheme)
     except ValueError as error:
         raise TechniqueError(
             f"{name} cannot be quantised: {error}",
@@ -147,7 +164,8 @@ def pack(
             cure="the base is damaged: load it again; or leave this module out with quantize.exclude",
         ) from None
     kept = sample(weight.detach()).clone()
-    held = {**{part: getattr(packed, part) for part in _PARTS[:-1]}, "kept": kept}
+    names = ("codes", "scales", "second", "offset")
+    held = {**{part: getattr(packed, part) for part in names}, "kept": kept}
     about = {"scheme": scheme, "dtype": weight.dtype, "compute": compute, "settings": settings}
     parts = {part: tensor for part, tensor in held.items() if tensor is not None}
     return nn.Parameter(_made(parts, weight.shape, about), requires_grad=False)

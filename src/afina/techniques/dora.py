@@ -62,7 +62,7 @@ class DoRA(LoRA):
 
     def delta(self, site: seams.MapSite, rank: int, scaling: float) -> DoRADelta:
         """What is attached at one map."""
-        return DoRADelta(site, rank, scaling, self.dropout, started=self.start != "default")
+        return DoRADelta(site, rank, scaling, self.dropout, started=self.offset)
 
     def init(self, edit: Edit, *, seed: int) -> None:
         """A and B as LoRA's; the magnitudes are the lengths of the base's rows."""

@@ -14,20 +14,24 @@ taken out of the change, so that the base is never edited, and is what an adapte
 The second form is zero at the start, bit for bit, and is how such an adapter is saved: a plain LoRA of twice the rank.
 The gradients of A and B are those of the papers' W - s B₀ A₀ beside s B A.
 
-Legend: W (out × in) frozen weight, x input, r rank, s scale.
+Beside a quantised base A and B can start as what rounding took off (`loftq`): s B₀ A₀ is the best of rank r for W - Q,
+found while the weights were packed (`quantize.loftq_rank`). This start moves the model towards the base that was not
+rounded; an adapter that is off leaves Q, and it is saved as the plain LoRA beside Q that it is.
+
+Legend: W (out × in) frozen weight, Q the same rounded, x input, r rank, s scale.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
 The scale alpha / sqrt(r): Kalajdzievski 2023, arXiv 2312.03732. A larger learning rate for B: Hayou et al. 2024,
 "LoRA+", arXiv 2402.12354. Defaults (all linears, alpha 32, alpha / r, no dropout):
 Thinking Machines 2025, "LoRA Without Regret". Starts: Meng et al. 2024, "PiSSA", arXiv 2404.02948, section 3;
-Büyükakyüz 2024, "OLoRA", arXiv 2406.01775, section 3.
+Büyükakyüz 2024, "OLoRA", arXiv 2406.01775, section 3; Li et al. 2023, "LoftQ", arXiv 2310.08659, section 3.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +40,9 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.errors import TechniqueError, counted
-from afina.ops import svd
 from afina.ops.lowrank import low_rank_add
 from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, ExpertSite, expert_sites
+from afina.techniques.lora_starts import Start, begin, refuse_start
 from afina.techniques.maps import OnMaps, per_site, refuse_large_ranks
 from afina.tree import Delta, Edit, Side, matches, seed_of
 
@@ -72,21 +76,11 @@ class LoRA(OnMaps):
         default={}, description="pattern -> alpha of those modules"
     )
 
-    start: Literal["default", "pissa", "olora"] = Field(
+    start: Start = Field(
         default="default",
-        description="of A and B: random and zero; or directions of the weight itself, by SVD (pissa) or QR (olora)",
+        description="of A and B: random and zero; directions of the weight itself, by SVD (pissa) or QR (olora); or "
+        "what rounding took off a quantised one (loftq, with quantize.loftq_rank)",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_loftq(cls, given: Any) -> Any:
-        if isinstance(given, dict) and cast("dict[str, Any]", given).get("start") == "loftq":
-            raise ValueError(
-                "start cannot be loftq: it makes up for what rounding took off the weights, and chooses the rounded "
-                "ones anew, for which the unrounded are needed; a quantised base has them no more. pissa starts from "
-                "the rounded weights"
-            )
-        return cast("Any", given)
 
     @model_validator(mode="after")
     def _check(self) -> LoRA:
@@ -112,7 +106,7 @@ class LoRA(OnMaps):
         ranks = per_site(names, self.rank_pattern, self.rank, f"{self.key}.rank_pattern")
         alphas = per_site(names, self.alpha_pattern, self.alpha, f"{self.key}.alpha_pattern")
         refuse_large_ranks(self.key, sites, ranks)
-        self._refuse_start([s.name for s in sites if s.kind == "embedding"], bool(experts))
+        refuse_start(self.key, self.start, sites, ranks, experts=bool(experts))
         with Edit(model, [self]).whole() as edit:
             for site in sites:
                 rank = ranks[site.name]
@@ -178,7 +172,12 @@ class LoRA(OnMaps):
 
     def delta(self, site: seams.MapSite, rank: int, scaling: float) -> LoRADelta:
         """What is attached at one map."""
-        return LoRADelta(site, rank, scaling, self.dropout, started=self.start != "default")
+        return LoRADelta(site, rank, scaling, self.dropout, started=self.offset)
+
+    @property
+    def offset(self) -> bool:
+        """Whether the start is a part of the weight, which is taken out of the change."""
+        return self.start in ("pissa", "olora")
 
     def init(self, edit: Edit, *, seed: int) -> None:
         """See `Technique.init`; other starts than the default read the base's weights."""
@@ -186,23 +185,7 @@ class LoRA(OnMaps):
         for name, delta in edit.deltas.items():
             if isinstance(delta, LoRADelta) and self.start != "default":
                 base = edit.model.get_submodule(name.rpartition(".")[0])
-                weight = seams.weight_of(base)
-                weight_OI = weight.t() if delta.transposed else weight
-                if self.start == "pissa":
-                    b_OR, a_RI = principal(weight_OI, delta.rank, seed=seed_of(seed, name))
-                else:
-                    b_OR, a_RI = orthogonal(weight_OI, delta.rank)
-                # Both have s in them: B A is the wanted part over s for PiSSA, and as it is for OLoRA.
-                share = delta.scaling**-0.5 if self.start == "pissa" else 1.0
-                delta.begin(b_OR * share, a_RI * share)
-
-    def _refuse_start(self, embeddings: list[str], experts: bool) -> None:
-        if self.start != "default" and (embeddings or experts):
-            raise TechniqueError(
-                f"{self.key}.start = {self.start} is for linears",
-                got=", ".join(embeddings[:3]) or "fused experts",
-                cure=f"leave them out of {self.key}.target, or start by default",
-            )
+                begin(self.start, delta, base, seed=seed_of(seed, name))
 
     def lr_scale(self, name: str) -> float:
         """LoRA+: B learns `loraplus_ratio` times as fast as A."""
@@ -237,19 +220,6 @@ def low_rank_rows(ids: Tensor, a_RV: Tensor, b_DR: Tensor, scaling: float) -> Te
         (*ids.shape, width), in a's dtype.
     """
     return F.linear(F.embedding(ids, a_RV.t()) * scaling, b_DR)
-
-
-def principal(weight_OI: Tensor, rank: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """B (out, r) and A (r, in) whose product is the best approximation of a weight: U √S and √S V. In fp64."""
-    return svd.factors(svd.best(weight_OI, rank=rank, seed=seed), rank)
-
-
-def orthogonal(weight_OI: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B (out, r) and A (r, in): the first columns of Q and rows of R, where Q R is the weight. In fp64."""
-    linalg: Any = torch.linalg
-    factors: tuple[Tensor, Tensor] = linalg.qr(weight_OI.double())
-    q_OK, r_KI = factors
-    return q_OK[:, :rank], r_KI[:rank]
 
 
 # --- module ----------------------------------------------------------------------------------------------------
@@ -291,6 +261,7 @@ class LoRADelta(Delta):
         self.b = nn.Parameter(
             torch.zeros(site.out_features, rank, dtype=dtype, device=weight.device)
         )
+        self.opened = False
         # Where they were set to start; None for the default, which starts at no change.
         for name, own in (("a0", self.a), ("b0", self.b)):
             start = torch.zeros_like(own, requires_grad=False) if started else None
@@ -310,6 +281,14 @@ class LoRADelta(Delta):
             mine.copy_(value)
         self.a0.copy_(self.a)
         self.b0.copy_(self.b)
+
+    @torch.no_grad()
+    def give_back(self, b: Tensor, a: Tensor) -> None:
+        """Starts at s B A = b a, which are given as the base's weight lies."""
+        low, high = (a.t(), b.t()) if self.transposed else (b, a)
+        self.b.copy_(low).mul_(self.scaling**-0.5)
+        self.a.copy_(high).mul_(self.scaling**-0.5)
+        self.opened = True
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A and B of the plain LoRA that does the same: the own, or [A - A₀; A₀] and [B, B - B₀]."""
@@ -338,6 +317,7 @@ class LoRADelta(Delta):
             self.a.zero_()
             self.b.copy_(torch.randn(self.b.shape, generator=_generator(seed, "b")))
             return
+        self.opened = False
         bound = 1 / math.sqrt(self.a.shape[1])
         uniform = torch.rand(self.a.shape, generator=_generator(seed, "a"))
         self.a.copy_((uniform * 2 - 1) * bound)
@@ -351,7 +331,7 @@ class LoRADelta(Delta):
 
     def silent_at_start(self) -> frozenset[str]:
         """The side that meets a zero factor: A beside a linear, B beside an embedding; none after another start."""
-        if self.started:
+        if self.started or self.opened:
             return frozenset()
         return frozenset({"b" if self.kind == "embedding" else "a"})
 

@@ -12,17 +12,22 @@ To save memory the model must never be whole: `afina.load(NAME, quantize=afina.Q
 read, and `afina train` does so by itself. On a model that is loaded already, `apply` keeps the originals for `undo`,
 unless it is called with `undoable=False`.
 
+What rounding takes off can be given back in part by the low-rank change that trains beside it (LoftQ): with
+`loftq_rank` the best factors of that rank are found while a weight is packed, and `lora.start=loftq` begins with them.
+With more rounds than one the weights are rounded anew with that part taken out, which leaves still less; so they are
+other rounded weights, found again wherever the base is loaded for the adapter.
+
 Legend: w' a weight as it is computed with, c its code, a or s the scale of its block.
 
 Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314, section 3 and
 appendix E; its settings (all linears, blocks of 64, scales quantised too) are the defaults. The mathematics is in
-`ops/quantise.py`.
+`ops/quantise.py`. LoftQ: Li et al. 2023, arXiv 2310.08659, algorithm 1, in `ops/loftq.py`.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -30,9 +35,10 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.errors import TechniqueError, counted, sized
-from afina.ops.packed import PackedWeight, pack, stored_bytes
+from afina.ops.loftq import alternate
+from afina.ops.packed import PackedWeight, dense, pack, stored_bytes
 from afina.ops.quantise import Kind, Scheme
-from afina.tree import Edit, Technique, match
+from afina.tree import Edit, Technique, match, seed_of
 from afina.tree.fold import names_of
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,11 +71,26 @@ class Quantize(Technique):
     exclude: tuple[str, ...] = Field(
         default=(), description="patterns of targets to leave as they are"
     )
+    loftq_rank: int = Field(
+        default=0,
+        ge=0,
+        description="rank of what rounding took off, kept for lora.start=loftq; 0 keeps nothing",
+    )
+    loftq_rounds: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="times that weights are rounded with that part taken out (the paper has 5); the nearest counts",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Quantize:
         if self.double_quant and self.kind != "nf4":
             raise ValueError("double_quant is of nf4: it would cost int8 its precision")
+        if self.loftq_rounds > 1 and not self.loftq_rank:
+            raise ValueError(
+                "loftq_rounds needs a loftq_rank: without a part to take out, each round is the first"
+            )
         return self
 
     @property
@@ -79,9 +100,14 @@ class Quantize(Technique):
         return Scheme(self.kind, self.block, double)
 
     @property
+    def rounding(self) -> Quantize:
+        """This value without what leaves the rounded weights as they are: what one round keeps is beside them."""
+        return self if self.loftq_rounds > 1 else self.model_copy(update={"loftq_rank": 0})
+
+    @property
     def settings(self) -> str:
-        """This value as text, which each packed weight keeps."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        """What makes the rounded weights, as text, which each packed weight keeps."""
+        return json.dumps(self.rounding.model_dump(mode="json"), sort_keys=True)
 
     @property
     def call(self) -> str:
@@ -99,8 +125,37 @@ class Quantize(Technique):
 
     def packed(self, weight: Tensor, name: str) -> nn.Parameter:
         """What takes the place of the weight of that name."""
+        rank = min(self.loftq_rank, *weight.shape)
+        if not rank:
+            return self._packed(weight, name)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        if weight.is_meta:
+            made = self._packed(weight, name)
+            b, a = (weight.new_empty(s) for s in ((len(weight), rank), (rank, weight.shape[1])))
+        else:
+            found = alternate(
+                weight,
+                lambda target: self._packed(weight, name, target),
+                dense,
+                rank=rank,
+                rounds=self.loftq_rounds,
+                seed=seed_of(0, name),
+            )
+            made, b, a = found.rounded, found.b_OR, found.a_RI
+        assert isinstance(made, PackedWeight)
+        made.remember(b.to(wide), a.to(wide))
+        return cast("nn.Parameter", made)
+
+    def _packed(self, weight: Tensor, name: str, instead: Tensor | None = None) -> nn.Parameter:
         compute = COMPUTE[self.compute_dtype] if self.compute_dtype else None
-        return pack(weight, self.scheme, name=name, compute=compute, settings=self.settings)
+        return pack(
+            weight,
+            self.scheme,
+            name=name,
+            compute=compute,
+            settings=self.settings,
+            instead=instead,
+        )
 
     def sites(self, model: nn.Module) -> list[seams.MapSite]:
         """The maps whose weights are packed."""
@@ -142,7 +197,7 @@ class Quantize(Technique):
                 for name in self.weights(model):
                     made = self.packed(model.get_parameter(name), name)
                     edit.replace(name, made)
-            elif before != self:
+            elif before != self.rounding:
                 raise TechniqueError(
                     "the model is quantised already, in another way",
                     got=before.settings,
