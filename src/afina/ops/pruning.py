@@ -142,8 +142,9 @@ def shortened(
     if bool((kept_N[1:] <= kept_N[:-1]).any()):
         raise ValueError("the places of kept tokens must be in order: attention goes by it")
     segments_1N = context.segments_BT[:, kept_N]
-    counts = torch.unique_consecutive(segments_1N[0], return_counts=True)[1]
-    lengths = tuple(cast("list[int]", counts.tolist()))  # pyright: ignore[reportUnknownMemberType]
+    counts_R = lengths_of(segments_1N[0])
+    counts = cast("list[int]", counts_R[counts_R > 0].tolist())  # pyright: ignore[reportUnknownMemberType]
+    lengths = tuple(counts)
     layouts = {} if layouts is None else layouts
     if lengths not in layouts:
         ends = accumulate(lengths)

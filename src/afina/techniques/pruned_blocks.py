@@ -53,7 +53,7 @@ class PrunedBlock(Around):
         by = cast("Chooser", self.by)
         hidden_BTD, named = named_arguments(base, args, kwargs)
         if self.number not in here.chosen:
-            self._choose(here, hidden_BTD)
+            self.choose(here, hidden_BTD)
         _, kept = here.chosen[self.number]
         if kept is None:
             output = call(*args, **kwargs)
@@ -62,12 +62,13 @@ class PrunedBlock(Around):
         output = call(x, **kept.arguments(base, named))
         return exchanged(output, lambda y: kept.put(hidden_BTD, by.gated(y, x)))
 
-    def _choose(self, here: Pass, hidden_BTD: Tensor) -> None:
+    def choose(self, here: Pass, hidden: Tensor) -> None:
+        """Notes what the block is given in a pass, and what of it the block keeps."""
         by = cast("Chooser", self.by)
         too_long = self.window is not None and here.line.longest > self.window
         chosen = None
         if not too_long:
-            chosen = here.kept(by.choose(hidden_BTD.flatten(0, 1), here))
+            chosen = here.kept(by.choose(hidden.flatten(0, 1), here))
         here.chosen[self.number] = (None, chosen)
 
     def reset(self, seed: int) -> None:
@@ -93,7 +94,7 @@ class CutBlock(PrunedBlock):
         """The block's result in a pass: of the tokens that are left, all of them again behind the last block."""
         hidden, named = named_arguments(base, args, kwargs)
         if self.number not in here.chosen:
-            self._choose(here, hidden)
+            self.choose(here, hidden)
         before, kept = here.chosen[self.number]
         if kept is None:
             output = call(*args, **kwargs)
@@ -102,7 +103,8 @@ class CutBlock(PrunedBlock):
         output = call(x, **kept.arguments(base, named))
         return exchanged(output, lambda y: self._given(here, kept, self._gated(y, x)))
 
-    def _choose(self, here: Pass, hidden: Tensor) -> None:
+    def choose(self, here: Pass, hidden: Tensor) -> None:
+        """See `PrunedBlock`."""
         before = kept = here.here
         if self.by is not None:
             all_BTD = _all(hidden, before, here.aside_BTD)

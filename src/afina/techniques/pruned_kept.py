@@ -110,11 +110,10 @@ class Kept:
             return replace(value, seen=0)
         if not isinstance(value, Tensor | tuple | Context):
             return value
-        known = self.made.get(id(value))
-        if known is None:
-            known = (value, self._shorten(base, name, value))
-            self.made[id(value)] = known
-        return known[1]
+        given: Any = value
+        if id(given) not in self.made:
+            self.made[id(given)] = (given, self._shorten(base, name, given))
+        return self.made[id(given)][1]
 
     def _shorten(self, base: nn.Module, name: str, value: Any) -> Any:
         if isinstance(value, Context):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -95,12 +95,26 @@ class ByDraw(Chooser):
         return lowest(self.bits(here), segments_L, counts_R, here.stays_L)
 
 
+class Seen(NamedTuple):
+    """What a block was given in a micro-batch.
+
+    Attributes:
+        scores_N: of the tokens that may be dropped.
+        own: tokens of the rows' own, all that were there.
+        stays: those of them that must be kept.
+    """
+
+    scores_N: Tensor
+    own: int
+    stays: int
+
+
 class ByThreshold(Chooser):
     """Each token by its own score: kept where it reaches a quantile of the scores of the steps before.
 
     Attributes:
         threshold: of the next step; below every score until the first.
-        seen: of this step, scores of tokens that may be dropped, and how many others are kept with them and must be.
+        seen: of this step's micro-batches.
     """
 
     threshold: Tensor
@@ -109,7 +123,7 @@ class ByThreshold(Chooser):
         super().__init__()
         start = torch.tensor(-torch.inf, dtype=torch.float64, device=device)
         self.register_buffer("threshold", start, persistent=False)
-        self.seen: list[tuple[Tensor, int, int]] = []
+        self.seen: list[Seen] = []
 
     @abstractmethod
     def scores(self, states_LD: Tensor, here: Pass) -> Tensor:
@@ -124,7 +138,7 @@ class ByThreshold(Chooser):
         if here.told:
             own = real_L & (here.line.places_L >= here.line.front)
             stays = int((own & here.stays_L).sum())
-            self.seen.append((scores_L[free_L], int(own.sum()), stays))
+            self.seen.append(Seen(scores_L[free_L], int(own.sum()), stays))
         if here.share >= 1:
             return real_L
         return real_L & (here.stays_L | (scores_L >= self.threshold))
@@ -140,8 +154,8 @@ class ByThreshold(Chooser):
         """Moves the threshold to where the share of this step's tokens reaches it."""
         if not self.seen:
             return
-        scores_N = torch.cat([scores for scores, _, _ in self.seen])
-        own, stays = (sum(part[place] for part in self.seen) for place in (1, 2))
+        scores_N = torch.cat([one.scores_N for one in self.seen])
+        own, stays = sum(one.own for one in self.seen), sum(one.stays for one in self.seen)
         self.seen.clear()
         if not len(scores_N) or not bool(torch.isfinite(scores_N).all()):
             return
