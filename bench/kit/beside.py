@@ -18,6 +18,9 @@ from typing import Any
 from .jobs import write_json
 from .pieces import ROOT, environment
 
+WORKER = "bench.kit.stepping"
+"""The module that makes a run's steps."""
+
 
 @dataclass
 class Taken:
@@ -80,7 +83,7 @@ class _Run:
     def begun(folder: Path, job: dict[str, Any]) -> Iterator[_Run]:
         """A run that has made its first step; ended when the block ends."""
         write_json(folder / "job.json", job)
-        command = [sys.executable, "-m", "bench.kit.stepping", str((folder / "job.json").resolve())]
+        command = [sys.executable, "-m", WORKER, str((folder / "job.json").resolve())]
         with (folder / "log").open("w", encoding="utf-8") as log, subprocess.Popen(
             command, cwd=ROOT, env=environment(job), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,

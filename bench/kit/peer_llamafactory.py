@@ -47,6 +47,7 @@ def arguments(job: Job, tokenised: Path) -> dict[str, Any]:
         "do_train": True,
         "model_name_or_path": job.model,
         "template": "empty",
+        "dataset": "rows",  # a name must stand here; what is tokenised goes before it
         "tokenized_path": str(tokenised),
         "finetuning_type": "lora",
         "lora_target": "all",

@@ -22,6 +22,8 @@ LOCK = Path(tempfile.gettempdir()) / "afina-bench.lock"
 MODULES = {
     "peer": "bench.kit.peer",
     "afina": "bench.kit.ours",
+    "trl": "bench.kit.peer_trl",
+    "llamafactory": "bench.kit.peer_llamafactory",
     "answers": "bench.kit.answers",
 }
 
@@ -52,13 +54,16 @@ def what(job: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def run_piece(worker: str, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
+def run_piece(
+    worker: str, folder: Path, job: dict[str, Any], python: str | Path = sys.executable
+) -> dict[str, Any]:
     """The result of a piece: read if it is there, else made by a worker of its own.
 
     Args:
         worker: a key of `MODULES`.
         folder: of the piece; its `log` gets what the worker says.
         job: what `job.json` shall hold.
+        python: the interpreter, of this environment or another.
 
     Raises:
         RuntimeError: the worker failed; the message ends with the end of its log.
@@ -69,7 +74,7 @@ def run_piece(worker: str, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     write_json(folder / "job.json", job)
     with only_one() as lock, (folder / "log").open("a", encoding="utf-8") as log:
         began = time.monotonic()
-        command = [sys.executable, "-m", MODULES[worker], str((folder / "job.json").resolve())]
+        command = [str(python), "-m", MODULES[worker], str((folder / "job.json").resolve())]
         status = subprocess.run(
             command,
             cwd=ROOT,

@@ -45,16 +45,19 @@ def content_hash(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def make_rows(folder: Path, tokenizer: Any, train_rows: int, test_rows: int) -> Rows:
+def make_rows(
+    folder: Path, tokenizer: Any, train_rows: int, test_rows: int, system: str | None = None
+) -> Rows:
     """Rows of a folder with `train.jsonl` and `test.jsonl`, tokenised by afina.
 
     The training rows are the first ones after a shuffle with seed 0; the test rows are the file's first.
 
     Args:
-        folder: of the data.
+        folder: of the data: messages, or prompts and completions, or questions and answers.
         tokenizer: with a chat template.
         train_rows: how many to take; all, when there are fewer.
         test_rows: likewise.
+        system: what all rows begin with, in place of their own system prompt; None leaves them as they are.
     """
     from afina.data.dataset import prepare
     from afina.data.settings import DataSettings
@@ -62,9 +65,11 @@ def make_rows(folder: Path, tokenizer: Any, train_rows: int, test_rows: int) -> 
     # Shuffled and cut before they are tokenised: most rows of a large file are never needed.
     lines = read_lines(folder / "train.jsonl")
     random.Random(0).shuffle(lines)
-    train = prepare(lines[:train_rows], tokenizer, DataSettings(), role="train").rows
+    train = prepare(
+        _as_said(lines[:train_rows], system), tokenizer, DataSettings(), role="train"
+    ).rows
     lines = read_lines(folder / "test.jsonl")[:test_rows]
-    test = prepare(lines, tokenizer, DataSettings(), role="eval").rows
+    test = prepare(_as_said(lines, system), tokenizer, DataSettings(), role="eval").rows
     pairs = [
         (
             list(row.tokens),
@@ -76,7 +81,42 @@ def make_rows(folder: Path, tokenizer: Any, train_rows: int, test_rows: int) -> 
         {"ids": list(row.tokens[: row.prompt_tokens]), "reference": row.meta["reference"]}
         for row in test
     ]
-    return Rows(folder.name, pairs, asked)
+    return Rows(folder.name if system is None else f"{folder.name}, prompted", pairs, asked)
+
+
+def _as_said(lines: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """The lines as prompts and completions or as messages, these with the system prompt before them."""
+    lines = [
+        {"prompt": line["question"], "completion": line["answer"]} if "question" in line else line
+        for line in lines
+    ]
+    if system is None:
+        return lines
+    first = {"role": "system", "content": system}
+    said = [
+        line.get("messages")
+        or [
+            {"role": "user", "content": line["prompt"]},
+            {"role": "assistant", "content": line["completion"]},
+        ]
+        for line in lines
+    ]
+    return [{"messages": [first, *(t for t in turns if t["role"] != "system")]} for turns in said]
+
+
+def shared_share(rows: Rows, batch: int, steps: int, seed: int = 0) -> float:
+    """Tokens that are left where the rows of each step share their beginnings, as a share of all."""
+    from afina.data.prefix import unique_tokens
+    from afina.types import Row
+
+    order = sequence(len(rows.train), seed, batch * steps)
+    every = [
+        Row(tuple(ids), tuple(label != IGNORE for label in labels), place)
+        for place in order
+        for ids, labels in [rows.train[place]]
+    ]
+    left = sum(unique_tokens(every[at : at + batch]) for at in range(0, len(every), batch))
+    return left / sum(len(row.tokens) for row in every)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

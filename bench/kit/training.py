@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -15,9 +16,11 @@ from .answers import score
 from .cache import cores, job_key, machine, model_hash, tool_version
 from .jobs import Job, write_json
 from .meter import last_tenth_loss, read_notes, tokens_per_second
+from .peers import OTHERS, Other, how_to_install, python_of, version_of
 from .pieces import newest, result_of, run_piece
+from .prompts import long_system
 from .report import Figure, table, write_figures
-from .rows import Rows, content_hash, make_rows, write_rows
+from .rows import Rows, content_hash, make_rows, shared_share, write_rows
 
 MODEL = "smollm2-135m"
 TRAIN_ROWS, TEST_ROWS, STEPS = 1920, 200, 120
@@ -101,12 +104,26 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> argparse.
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--data", type=Path, metavar="FOLDER", help="train.jsonl and test.jsonl (default: made)")
+    add(
+        "--data",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="train.jsonl and test.jsonl (default: made); may be given several times",
+    )
+    add("--prompted", action="store_true", help="also each under a system prompt of 300 tokens")
     add("--quick", action="store_true", help="short windows of small batches, and no quality runs")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--work", type=Path, default=Path("runs/bench"), help="finished pieces are kept here")
     add("--only", choices=("windows", "quality"), help="leave the other part out")
-    add("--tool", choices=("peer", "afina"), help="run pieces of this tool only")
+    tools = ("peer", "afina", *(other.key for other in OTHERS))
+    add("--tool", choices=tools, help="run pieces of this tool only")
+    add(
+        "--peers",
+        type=Path,
+        metavar="FOLDER",
+        help="environments of further tools, by their names (default: WORK/peers)",
+    )
     add("--seed", type=int, action="append", metavar="N", help="of quality runs (default: 0 and 1)")
     add("--cached", action="store_true", help="run nothing; take the newest of each piece")
     add("--threads", type=int, default=cores(), help="CPU threads of every tool")
@@ -122,29 +139,53 @@ def bench(options: argparse.Namespace) -> int:
 
     print(f"{machine()}; {choose('cpu')}")
     model = resolve(MODEL)
-    rows = make_rows(
-        data_folder(options), AutoTokenizer.from_pretrained(model), TRAIN_ROWS, TEST_ROWS
-    )
-    side = SideBySide(options, rows, str(model), fast_bf16() is not None)
-    write_rows(side.rows_file, rows)
-    figures = list(side.figures())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    figures: list[Figure] = []
+    failures: list[str] = []
+    for folder, system in works(options):
+        rows = make_rows(folder, tokenizer, TRAIN_ROWS, TEST_ROWS, system)
+        side = SideBySide(options, rows, str(model), fast_bf16() is not None)
+        write_rows(side.rows_file, rows)
+        figures += side.figures()
+        failures += side.failures
     print(table(figures) if figures else "nothing is there yet")
-    for line in verdicts(figures):
+    for line in [*verdicts(figures), *left_out(options)]:
         print(line)
     if options.json:
         write_figures(options.json, figures)
-    return 1 if side.failures else 0
+    return 1 if failures else 0
 
 
-def data_folder(options: argparse.Namespace) -> Path:
-    """The folder given, or one of generated requests."""
-    if options.data:
-        return options.data
+def works(options: argparse.Namespace) -> Iterator[tuple[Path, str | None]]:
+    """Each folder of rows, and the system prompt that they get."""
+    for folder in options.data or [made_folder(options)]:
+        yield folder, None
+        if options.prompted:
+            yield folder, long_system()
+
+
+def made_folder(options: argparse.Namespace) -> Path:
+    """A folder of generated requests."""
     from demo.calls import write
 
     folder = options.work / "requests"
     write(folder, train=TRAIN_ROWS, test=TEST_ROWS)
     return folder
+
+
+def peers_folder(options: argparse.Namespace) -> Path:
+    """Where the environments of further tools are."""
+    return options.peers or options.work / "peers"
+
+
+def left_out(options: argparse.Namespace) -> Iterator[str]:
+    """A line for each tool that is not installed."""
+    if options.only == "quality":
+        return
+    folder = peers_folder(options)
+    for other in OTHERS:
+        if version_of(other, folder) is None:
+            yield f"{other.name} is left out; to have it: {how_to_install(other, folder)}"
 
 
 class SideBySide:
@@ -173,9 +214,17 @@ class SideBySide:
         return model_hash(self.model)
 
     @cached_property
+    def others(self) -> dict[str, Other]:
+        """The further tools that are installed, by key."""
+        folder = peers_folder(self.options)
+        return {each.key: each for each in OTHERS if version_of(each, folder) is not None}
+
+    @cached_property
     def versions(self) -> dict[str, str]:
         """Each tool's version, as it was when the bench began."""
-        return {tool: tool_version(tool) for tool in ("peer", "afina")}
+        found = {tool: tool_version(tool) for tool in ("peer", "afina")}
+        folder = peers_folder(self.options)
+        return found | {key: version_of(each, folder) or "" for key, each in self.others.items()}
 
     def figures(self) -> Iterator[Figure]:
         """All figures that either side has, running what is wanted for them."""
@@ -189,27 +238,41 @@ class SideBySide:
     # --- speed and memory ---
 
     def speed_figures(self) -> Iterator[Figure]:
-        """Medians over the windows, afina's beside each setting of the peer."""
+        """Medians over the windows, afina's beside each setting of the peer and beside each further tool."""
         found: dict[str, list[tuple[float, float]]] = {}
+        dtype = variants(self.fast_bf16)[0].knobs["dtype"]
+        further = [
+            Variant(key, key, {"dtype": dtype, "group_by_length": False, **other.knobs})
+            for key, other in self.others.items()
+        ]
         for window in range(self.windows.count):
-            for variant in variants(self.fast_bf16):
+            for variant in [*variants(self.fast_bf16), *further]:
                 folder = self.train(self.window_job(variant, window), f"window{window}")
                 if folder is not None:
                     found.setdefault(variant.setting, []).append(self.speed(folder))
         ours = found.get("default", [])
-        for setting in ("usual", "expert"):
+        if ours:
+            size = self.windows
+            share = shared_share(self.rows, size.batch, size.steps)
+            yield self.figure("", "tokens left by shared beginnings", "share", share, None)
+        peers = {"usual": PEER, "expert": PEER, **{k: each.name for k, each in self.others.items()}}
+        for setting, peer in peers.items():
             theirs = found.get(setting, [])
             for at, (metric, unit) in enumerate((("speed", "tokens/s"), ("peak memory", "GiB"))):
                 values = [[each[at] for each in side] for side in (ours, theirs)]
-                yield self.figure(setting, metric, unit, *map(_median, values))
-                yield self.figure(setting, f"{metric}, lowest window", unit, *map(_least, values))
-                yield self.figure(setting, f"{metric}, highest window", unit, *map(_most, values))
+                yield self.figure(setting, metric, unit, *map(_median, values), peer)
+                yield self.figure(
+                    setting, f"{metric}, lowest window", unit, *map(_least, values), peer
+                )
+                yield self.figure(
+                    setting, f"{metric}, highest window", unit, *map(_most, values), peer
+                )
 
     def window_job(self, variant: Variant, window: int) -> Job:
         """The job of one window: other rows in each, the same for all tools."""
         size = self.windows
         knobs = dict(variant.knobs)
-        if variant.tool == "peer":
+        if variant.tool != "afina":
             knobs["micro"] = size.batch
         return self.job(
             replace(variant, knobs=knobs), window, size.warm + size.steps, size.warm, size.batch
@@ -319,7 +382,10 @@ class SideBySide:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "versions.json", {"tool": self.versions[tool], "machine": machine()})
         try:
-            run_piece(worker, folder, {**job, "folder": str(folder)})
+            python = sys.executable
+            if worker in self.others:
+                python = python_of(self.others[worker], peers_folder(self.options)).absolute()
+            run_piece(worker, folder, {**job, "folder": str(folder)}, python)
         except RuntimeError as error:
             print(f"  {folder.name} failed: {error}", flush=True)
             self.failures.append(folder.name)
@@ -327,11 +393,17 @@ class SideBySide:
         return folder
 
     def figure(
-        self, setting: str, metric: str, unit: str, ours: float | None, theirs: float | None
+        self,
+        setting: str,
+        metric: str,
+        unit: str,
+        ours: float | None,
+        theirs: float | None,
+        peer: str = PEER,
     ) -> Figure:
         """A figure of this bench."""
         bench = "train, quick" if self.options.quick else "train"
-        return Figure(bench, self.rows.work, setting, metric, unit, ours, PEER, theirs)
+        return Figure(bench, self.rows.work, setting, metric, unit, ours, peer, theirs)
 
 
 def verdicts(figures: Sequence[Figure]) -> Iterator[str]:
