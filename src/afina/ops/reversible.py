@@ -43,6 +43,9 @@ from afina.errors import RunError
 PRECISION = {torch.float64: 53, torch.float32: 24}
 """Binary digits of the types that streams may have."""
 
+Call = Callable[[Tensor], Any]
+"""From a state in the model's type to what a block says, which is a state or begins with one."""
+
 WORD = 8
 """Side bits of so many numbers are packed together."""
 
@@ -190,6 +193,7 @@ class Way:
         digits: packed side bits, by number; of those steps that backward has passed.
         marks: of the states, where they are compared.
         needed: numbers of the states that backward must have.
+        calls: of the steps that backward has passed and that have not run again, by number.
     """
 
     grid: Grid
@@ -199,6 +203,7 @@ class Way:
     digits: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     marks: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     needed: set[int] = field(default_factory=set[int])
+    calls: dict[int, tuple[Step, Call]] = field(default_factory=dict[int, "tuple[Step, Call]"])
 
     def note(self, number: int, state: Tensor, name: str) -> None:
         """Keeps what a state is compared with later.
@@ -222,6 +227,27 @@ class Way:
         if self.checks:
             self.marks[number] = marks(state.detach(), self.grid)
 
+    def state(self, step: Step) -> Tensor:
+        """What a block is given when it runs again.
+
+        Raises:
+            RunError: backward comes here before it was in the next block.
+        """
+        j = step.number
+        while self.states and j not in self.states:
+            # A block that keeps nothing for its gradient, and so draws nothing, was not run again.
+            later = min(self.states)
+            if later not in self.calls:
+                break
+            passed, call = self.calls[later]
+            self.back(passed, first_of(call(self.states[later].to(self.grid.blocks))))
+        if j not in self.states:
+            raise RunError(
+                f"reversible: backward is at {step.name}, and its state is not there",
+                cure="take gradients of the loss as a whole; a second backward pass needs retain_graph=True",
+            )
+        return self.states[j]
+
     def back(self, step: Step, y: Tensor) -> None:
         """From what a block says again to the state before the one that it was given.
 
@@ -229,6 +255,7 @@ class Way:
             RunError: it is not what it was.
         """
         j = step.number
+        self.calls.pop(j, None)
         if step.first or j not in self.needed:
             self.states.clear()
             if self.checks:
@@ -275,10 +302,12 @@ class Follow(torch.autograd.Function):
     """The next state; keeps the side bits."""
 
     @staticmethod
-    def forward(ctx: Any, past: Tensor, cur: Tensor, y: Tensor, way: Way, step: Step) -> Tensor:
+    def forward(
+        ctx: Any, past: Tensor, cur: Tensor, y: Tensor, way: Way, step: Step, call: Call
+    ) -> Tensor:
         """z[j+1]; see `following`."""
         state, digits = following(past, cur, y, step, way.grid)
-        ctx.way, ctx.step, ctx.dtype = way, step, y.dtype
+        ctx.way, ctx.step, ctx.call, ctx.dtype = way, step, call, y.dtype
         if ctx.needs_input_grad[1]:
             way.needed.add(step.number)
             if digits is not None:
@@ -289,6 +318,7 @@ class Follow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """See the head of this file; and what the block's second run will need."""
         step: Step = ctx.step
+        ctx.way.calls[step.number] = step, ctx.call
         for packed in ctx.saved_tensors:
             ctx.way.digits[step.number] = packed
         past, cur, block = ctx.needs_input_grad[:3]
@@ -297,6 +327,7 @@ class Follow(torch.autograd.Function):
             g * step.past if past and not _zero(step.past) else None,
             g * own if cur and not _zero(own) else None,
             (g * step.gain).to(ctx.dtype) if block else None,
+            None,
             None,
             None,
         )
@@ -320,6 +351,7 @@ class Leave(torch.autograd.Function):
         way: Way = ctx.way
         past, cur = ctx.saved_tensors
         way.states.clear()
+        way.calls.clear()
         way.states.update({ctx.number - 1: past, ctx.number: cur})
         g = gradients[0].to(way.grid.dtype)
         return (*(g * share if share else None for share in ctx.shares), None, None, None)
@@ -333,7 +365,7 @@ def joined(past: Tensor, cur: Tensor, shares: tuple[float, float]) -> Tensor:
 class Again:
     """A block's call that reads its state from the pass when it runs a second time."""
 
-    def __init__(self, call: Callable[[Tensor], Any], given: Tensor, way: Way, step: Step) -> None:
+    def __init__(self, call: Call, given: Tensor, way: Way, step: Step) -> None:
         self._call, self._way, self._step = call, way, step
         self._given: Tensor | None = given
         self._needs = given.requires_grad
@@ -343,19 +375,12 @@ class Again:
 
         Args:
             place: an empty tensor, by which torch knows the device.
-
-        Raises:
-            RunError: backward comes here before it was in the next block.
         """
         if self._given is not None:
             given, self._given = self._given, None
             return self._call(given)
-        state = self._way.states.get(self._step.number)
-        if state is None:
-            raise RunError(
-                f"reversible: backward is at {self._step.name}, and its state is not there",
-                cure="take gradients of the loss as a whole; a second backward pass needs retain_graph=True",
-            )
+        with torch.no_grad():
+            state = self._way.state(self._step)
         given = state.to(self._way.grid.blocks).detach().requires_grad_(self._needs)
         said = self._call(given)
         with torch.no_grad():
@@ -386,7 +411,7 @@ class Front:
         for number in (0, 1):
             way.note(number, entered, name)
 
-    def through(self, call: Callable[[Tensor], Any], step_of: Callable[[int], Step]) -> Any:
+    def through(self, call: Call, step_of: Callable[[int], Step]) -> Any:
         """One step; returns what the call says, its states among it.
 
         Args:
@@ -405,7 +430,7 @@ class Front:
         else:
             said = call(given)
         y = first_of(said)
-        after: Tensor = cast("Any", Follow).apply(self._past, self._cur, y, self.way, step)
+        after: Tensor = cast("Any", Follow).apply(self._past, self._cur, y, self.way, step, call)
         self._past, self._cur, self._number = self._cur, after, self._number + 1
         self.way.note(self._number, after, step.name)
         return said
