@@ -29,17 +29,54 @@ class Taken:
     Attributes:
         seconds: of the processor, step by step.
         peak_bytes: the most memory that its process held.
-        loss: of the last step but one.
+        losses: in nats, of all its steps but the last, which it has not noted when it is stopped.
     """
 
     seconds: list[float]
     peak_bytes: int
-    loss: float
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What steps of a run took, and of the baseline in turns with it; each pair as in `Taken`."""
+
+    seconds: list[float]
+    peak_bytes: int
+    losses: list[float]
+    beside_seconds: list[float]
+    beside_peak_bytes: int
+    beside_losses: list[float]
+
+    @staticmethod
+    def of(own: Taken, beside: Taken) -> Cost:
+        """From what the runs told."""
+        return Cost(
+            own.seconds,
+            own.peak_bytes,
+            own.losses,
+            beside.seconds,
+            beside.peak_bytes,
+            beside.losses,
+        )
 
     @property
-    def median_s(self) -> float:
-        """The middle one of its steps."""
-        return statistics.median(self.seconds)
+    def time(self) -> float:
+        """Median step over the baseline's."""
+        return statistics.median(self.seconds) / statistics.median(self.beside_seconds)
+
+    @property
+    def memory(self) -> float:
+        """Peak over the baseline's."""
+        return self.peak_bytes / self.beside_peak_bytes
+
+    def pairs(self) -> list[tuple[str, str, float, float]]:
+        """(metric, unit, own value, the baseline's)."""
+        own, beside = map(statistics.median, (self.seconds, self.beside_seconds))
+        return [
+            ("processor time", "s a step", own, beside),
+            ("peak memory", "bytes", self.peak_bytes, self.beside_peak_bytes),
+        ]
 
 
 def in_turns(
@@ -116,5 +153,5 @@ class _Run:
         """Of the steps after the first `warm`."""
         last = self.lines[-1]
         return Taken(
-            [line["cpu_s"] for line in self.lines[warm:]], last["peak_bytes"], last["losses"][-1]
+            [line["cpu_s"] for line in self.lines[warm:]], last["peak_bytes"], last["losses"]
         )

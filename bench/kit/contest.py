@@ -16,13 +16,13 @@ from typing import Any
 from afina.errors import AfinaError
 
 from . import method
-from .beside import in_turns
+from .beside import Cost, in_turns
 from .cache import model_hash
 from .labelled import make_labelled, write_labelled
 from .pieces import only_one
 from .results import Results, commit
 from .rows import content_hash, make_rows, write_rows
-from .standing import Cost, Standing
+from .standing import Standing
 from .works import BASELINE, METHODS, Listed, Work
 
 BEST = 6
@@ -205,9 +205,9 @@ class Contest:
             self.results.write(file, job, self._key(job), asdict(cost), self._commit)
 
     def _stepping(self, techniques: Listed, name: str) -> dict[str, Any]:
-        job = {**self.cost_job(name), **self._places(1, Path())}
-        return {**job, "techniques": techniques, "lr": self.rates(name)[0], "seed": 0, "train": {},
-                "max_new_tokens": self.work.max_new_tokens}  # fmt: skip
+        steps = {"epoch_steps": WARM + self.work.cost_steps, "lr": self.rates(name)[0], "train": {}}
+        how = {"seed": 0, "max_new_tokens": self.work.max_new_tokens, "techniques": techniques}
+        return {**self.cost_job(name), **self._places(1, Path()), **steps, **how}
 
     def _places(self, threads: int, folder: Path) -> dict[str, Any]:
         assert self.rows is not None

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .beside import Taken
+from .beside import Cost
+from .columns import barred, spaced
+from .points import scatter
 from .report import Figure
 from .works import BASELINE, METHODS
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What steps of a method took, and of the baseline in turns with it.
-
-    Attributes:
-        seconds, beside_seconds: of the processor, step by step.
-        peak_bytes, beside_peak_bytes: the most memory that the process held.
-    """
-
-    seconds: list[float]
-    peak_bytes: int
-    beside_seconds: list[float]
-    beside_peak_bytes: int
-
-    @staticmethod
-    def of(own: Taken, beside: Taken) -> Cost:
-        """From what the runs told."""
-        return Cost(own.seconds, own.peak_bytes, beside.seconds, beside.peak_bytes)
-
-    @property
-    def time(self) -> float:
-        """Median step over the baseline's."""
-        return statistics.median(self.seconds) / statistics.median(self.beside_seconds)
-
-    @property
-    def memory(self) -> float:
-        """Peak over the baseline's."""
-        return self.peak_bytes / self.beside_peak_bytes
 
 
 @dataclass(frozen=True)
@@ -83,19 +54,8 @@ def lines(found: Sequence[Standing], score: str, *, markdown: bool = False) -> I
         "step time",
         "peak memory",
     )
-    rows = [head, *(_cells(each) for each in found)]
-    if markdown:
-        yield _barred(head)
-        yield _barred(["---"] * len(head))
-        yield from map(_barred, rows[1:])
-        return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _barred(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    rows = [_cells(each) for each in found]
+    yield from barred(head, rows) if markdown else spaced(head, rows)
 
 
 def _cells(one: Standing) -> tuple[str, ...]:
@@ -142,10 +102,7 @@ def figures(found: Sequence[Standing], work: str, score: str) -> list[Figure]:
             ("loss, last tenth, second seed", "nats", one.second_loss, beside.second_loss),
         ]
         if one.cost is not None:
-            own, other = map(statistics.median, (one.cost.seconds, one.cost.beside_seconds))
-            rows.append(("processor time", "s a step", own, other))
-            peaks = (one.cost.peak_bytes, one.cost.beside_peak_bytes)
-            rows.append(("peak memory", "bytes", *peaks))
+            rows += one.cost.pairs()
         made += [
             Figure("methods", work, setting, metric, unit, own, BASELINE, other)
             for metric, unit, own, other in rows
@@ -156,22 +113,10 @@ def figures(found: Sequence[Standing], work: str, score: str) -> list[Figure]:
 
 def plot(found: Sequence[Standing], file: Path, score: str) -> None:
     """The score against memory, a point a method that has both."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
-
-    figure = Canvas(figsize=(7, 4.5))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for one in found:
-        if one.score is None or one.cost is None:
-            continue
-        at = (one.cost.memory, one.score)
-        axes.scatter(*at, color="#1f4e79", s=18)
-        axes.annotate(one.method, at, xytext=(4, 3), textcoords="offset points", fontsize=7)
-    axes.set(
-        xlabel="peak memory, as a ratio to LoRA's",
-        ylabel=f"{score.replace('_', ' ')} on the test rows",
-    )
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    points = {
+        one.method: (one.cost.memory, one.score)
+        for one in found
+        if one.score is not None and one.cost is not None
+    }
+    share = f"{score.replace('_', ' ')} on the test rows"
+    scatter(file, points, x="peak memory, as a ratio to LoRA's", y=share)

@@ -1,9 +1,10 @@
 """A run that makes one training step at each word from outside. Run as `python -m bench.kit.stepping JOB.json`.
 
 The job file holds `techniques`, `train` (settings of the run beyond those of every step), `lr`, `batch`, `steps` (the
-most that are asked for), `model`, `rows`, `dtype`, `threads`, `max_new_tokens` (see `method`) and `seed`. After each
-step a line of JSON goes to standard output: its processor seconds, its loss, and the most memory that the process has
-held. The next step begins when a line comes in; at the end of the input the process ends.
+most that are asked for), `epoch_steps` (steps after which the rows come again), `model`, `rows`, `dtype`, `threads`,
+`max_new_tokens` (see `method`) and `seed`. After each step a line of JSON goes to standard output: its processor
+seconds, the losses so far, and the most memory that the process has held. The next step begins when a line comes in; at
+the end of the input the process ends.
 
 The run is afina's own, from its first step on, with all that a user waits for between steps.
 """
@@ -76,7 +77,8 @@ def run(job: dict[str, Any], asks: IO[str], tells: IO[str]) -> None:
 
     techniques = made(job["techniques"])
     packed = [each for each in techniques if isinstance(each, afina.Quantize)]
-    model, tokenizer, train, _ = loaded(job, quantize=packed[0] if packed else None)
+    epoch = {**job, "steps": job["epoch_steps"]}
+    model, tokenizer, train, _ = loaded(epoch, quantize=packed[0] if packed else None)
     rest = [each for each in techniques if each not in packed]
     edit = afina.apply(model, rest, seed=job["seed"], undoable=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.kit import beside, stepping
-from bench.kit.beside import in_turns
+from bench.kit.beside import Cost, in_turns
 from bench.kit.rows import Rows, write_rows
 from tests.tiny import byte_tokenizer, save_model, tiny_llama
 
@@ -50,8 +50,13 @@ def test_each_is_first_in_its_turn_and_warm_steps_do_not_count(fake: Path, tmp_p
     assert fake.read_text() == "abc" + "bca" + "cab" + "abc" + "bca"
     assert list(found) == ["a", "b", "c"]
     assert found["b"].seconds == [12, 13, 14]
-    assert found["b"].median_s == 13
-    assert (found["b"].peak_bytes, found["b"].loss) == (104, 4)
+    assert (found["b"].peak_bytes, found["b"].losses[-1]) == (104, 4)
+    cost = Cost.of(found["b"], found["a"])
+    assert (cost.time, cost.memory) == (13 / 3, 1)
+    assert cost.pairs() == [
+        ("processor time", "s a step", 13, 3),
+        ("peak memory", "bytes", 104, 104),
+    ]
 
 
 def test_a_run_that_ends_early_is_an_error_with_the_end_of_its_log(
@@ -70,6 +75,7 @@ def job(folder: Path, **changes: Any) -> dict[str, Any]:
     write_rows(folder / "rows.json", Rows("tiny", made, []))
     job: dict[str, Any] = {
         "techniques": [{"lora": {"rank": 2}}], "train": {}, "lr": 1e-2, "seed": 0, "batch": 2, "steps": 5,
+        "epoch_steps": 2,
         "model": str(model), "rows": str(folder / "rows.json"), "dtype": "fp32", "threads": 1, "max_new_tokens": 8,
     }  # fmt: skip
     return {**job, **changes}

@@ -1,4 +1,4 @@
-"""Rows of text and class: made from what other benches read, kept in a file; a run depends on them and its job alone."""
+"""Rows of text and class: made from what other benches read, kept in a file; a run depends on its job alone."""
 
 from __future__ import annotations
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from bench.kit import contest, method
-from bench.kit.beside import Taken
+from bench.kit.beside import Cost, Taken
 from bench.kit.contest import BEST, Contest, Rows, slug
 from bench.kit.method import made
 from bench.kit.results import Results
-from bench.kit.standing import Cost, Standing, figures, lines, missing, plot
+from bench.kit.standing import Standing, figures, lines, missing, plot
 from bench.kit.works import BASELINE, METHODS, WORKS
 from bench.methods import parse
 
-COST = Cost([2.0, 9.0, 3.0], 3 * 2**30, [2.0, 1.0, 2.0], 2 * 2**30)
+COST = Cost([2.0, 9.0, 3.0], 3 * 2**30, [1.0], [2.0, 1.0, 2.0], 2 * 2**30, [1.0])
 LORA = Standing("lora", 1e-3, 2, 100, 0.5, 0.25, 0.52, 0.24, COST)
 IA3 = Standing("ia3", 1e-2, 1, 10, 0.25, 0.5)
 TRAINED = {"trained_parameters": 7, "loss": 1.0, "adapter_bytes": 1}
@@ -149,9 +149,7 @@ def test_costs_are_taken_in_turns_with_the_baseline(
     def in_turns(jobs: dict[str, Any], folder: Path, **sizes: int) -> dict[str, Taken]:
         together.append(list(jobs))
         assert all(job["threads"] == 1 for job in jobs.values())
-        return {
-            name: Taken([3.0] if name == "ia3" else [2.0], 10 + len(name), 0.0) for name in jobs
-        }
+        return {name: Taken([3.0] if name == "ia3" else [2.0], 10 + len(name), []) for name in jobs}
 
     monkeypatch.setattr(contest, "in_turns", in_turns)
     started(tmp_path, "--part", "cost", "--only", "ia3").run()
@@ -171,8 +169,7 @@ def test_costs_are_taken_in_turns_with_the_baseline(
 
 def test_a_cost_is_a_ratio_of_medians() -> None:
     assert (COST.time, COST.memory) == (1.5, 1.5)
-    taken = Taken([1.0, 5.0, 2.0], 7, 0.5)
-    assert taken.median_s == 2.0
+    taken = Taken([1.0, 5.0, 2.0], 7, [])
     assert Cost.of(taken, replace(taken, peak_bytes=14)).memory == 0.5
 
 
