@@ -27,7 +27,7 @@ from afina.techniques.p_tuning import PTuning
 from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
 from afina.techniques.quantize import Quantize, found_in
-from afina.techniques.reversible import Reversible, marked
+from afina.techniques.reversible import Reversible, coupled, marked
 from afina.techniques.token_pruning import TokenPruning
 from afina.techniques.trainable_tokens import TrainableTokens
 from afina.tree import Edit, Technique, freeze
@@ -169,9 +169,9 @@ def apply(
     base = found_in(model)
     if base is not None and not any(isinstance(t, Quantize) for t in listed):
         listed = check([base, *listed])  # a model that was loaded quantised is changed so
-    coupled = marked(model)
-    if coupled is not None and not any(isinstance(t, Reversible) for t in listed):
-        listed = check([*listed, coupled])  # one that was trained so says nothing of use otherwise
+    coupling = None if coupled(model) else marked(model)
+    if coupling is not None and not any(isinstance(t, Reversible) for t in listed):
+        listed = check([*listed, coupling])  # one that was trained so says nothing of use otherwise
     with Edit(model, listed).whole() as edit:
         edit.on_undo(freeze(model))
         for technique in edit.techniques:
@@ -183,3 +183,15 @@ def apply(
     if not undoable:
         edit.give_up_originals()
     return edit
+
+
+def restore(model: nn.Module) -> None:
+    """Puts back what a model was trained with and cannot do without, as its config says: coupled blocks.
+
+    Raises:
+        ModelError: the config does not say how.
+        TechniqueError: the model's blocks cannot be coupled so.
+    """
+    coupling = None if coupled(model) else marked(model)
+    if coupling is not None:
+        coupling.apply(model)

@@ -62,8 +62,9 @@ class Source:
         `head` is what `adapters.card.head_of_base` says of a classifier.
         """
         from afina.models.hub import load
+        from afina.table import restore
 
-        return load(
+        model, tokenizer = load(
             base,
             dtype=self.dtype,
             device=self.device,
@@ -73,6 +74,8 @@ class Source:
             offline=self.offline or None,
             **head,
         )
+        restore(model)
+        return model, tokenizer
 
 
 @dataclass

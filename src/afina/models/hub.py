@@ -83,6 +83,7 @@ def load(
     model = model.to(place)
     # What the user named, so that an adapter says that and not the cache's folder.
     model.name_or_path = model.config._name_or_path = str(source)
+    _warn_coupled(source, model)
     seconds = time.perf_counter() - started
     log.info("%s (%s) on %s in %.1f s; %s", source, kind, place, seconds, precision)
     return model, tokenizer
@@ -103,6 +104,16 @@ def _warn_unverified(source: str | Path, folder: Path) -> None:
             )
 
 
+def _warn_coupled(source: str | Path, model: Any) -> None:
+    """Says so when a model's blocks were coupled in training: loaded alone, they say something else."""
+    if getattr(model.config, "afina_reversible", None) is not None:
+        log.warning(
+            "%s was trained with blocks in additive coupling (reversible), and says something else without: the "
+            "verbs of afina put it back by themselves, in Python afina.apply(model, []) does",
+            source,
+        )
+
+
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
@@ -120,21 +131,30 @@ def _config(folder: Path) -> Any:
         ) from error
 
 
-def skeleton(folder: Path, task: Task | None = None, labels: Sequence[str] | None = None) -> Any:
+def skeleton(
+    folder: Path,
+    task: Task | None = None,
+    labels: Sequence[str] | None = None,
+    num_labels: int | None = None,
+) -> Any:
     """The model in `folder` without its weights: names, shapes and ties, every tensor on the meta device.
 
     Args:
         folder: of the model.
         task: as for `load`.
         labels: as for `load`.
+        num_labels: as for `load`.
 
     Raises:
         ModelError: its configuration cannot be read, or says something that afina does not adapt.
     """
     config = _config(folder)
-    count = len(labels) if labels else None
+    labels = check_names(labels, num_labels)
+    count = len(labels) if labels else num_labels
     kind = task or task_of(config, count)
-    name_head(config, kind, None if labels is None else tuple(labels), count)
+    count = name_head(config, kind, labels, count)
+    if count is not None:
+        config.num_labels = count
     with torch.device("meta"), quiet():
         return class_of(kind).from_config(config, trust_remote_code=False)
 

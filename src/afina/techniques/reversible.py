@@ -31,11 +31,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import nn
 
 from afina import seams
-from afina.errors import TechniqueError, counted
+from afina.errors import ModelError, TechniqueError, counted
 from afina.ops.reversible import Grid
 from afina.techniques.reversible_halves import Halves, halves_of
 from afina.techniques.reversible_pass import Pass, ReversibleDelta, Shape
@@ -94,41 +94,55 @@ class Reversible(Technique):
         default="first", description="when each state that comes back is compared with what it was"
     )
 
-    def form_on(self, model: nn.Module) -> Form:
-        """The form on this model."""
-        if self.form != "auto":
-            return self.form
-        return "additive" if marked(model) is not None else "bdia"
-
     def apply(self, model: nn.Module, *, undoable: bool = True) -> Edit:
         """See `Technique.apply`.
 
         Raises:
             TechniqueError: the model's blocks cannot be run so, or none is left to be.
         """
-        form = self.form_on(model)
-        blocks, plain = self._blocks(model, form)
+        said = marked(model)
+        own = self if said is None else self._as_trained(said)
+        form: Form = "additive" if own.form == "additive" else "bdia"
+        blocks, plain = own._blocks(model, form)
         halves = halves_of(model) if form == "additive" else dict[str, Halves]()
-        shape = Shape(
+        with Edit(model, [self]).whole() as edit:
+            shared = Pass(own._shape(blocks, form), self.check)
+            for place, block in enumerate(blocks):
+                delta = ReversibleDelta(shared, place, block.index, halves.get(block.name))
+                edit.attach(block.name, self, delta)
+            if form == "additive" and said is None:
+                self._mark(edit)
+        edit.notes.append(self._note(form, blocks, plain))
+        return edit
+
+    def _shape(self, blocks: Sequence[seams.Block], form: Form) -> Shape:
+        first = blocks[0].module
+        return Shape(
             [block.name for block in blocks],
             self.bits if form == "bdia" else None,
             Grid(
                 GRIDS[self.stream] if self.grid is None else self.grid,
                 STREAMS[self.stream],
-                next(p for p in blocks[0].module.parameters() if p.is_floating_point()).dtype,
+                next(p for p in first.parameters() if p.is_floating_point()).dtype,
             ),
             self.seed,
             self.signs == "row",
         )
-        with Edit(model, [self]).whole() as edit:
-            shared = Pass(shape, self.check)
-            for place, block in enumerate(blocks):
-                delta = ReversibleDelta(shared, place, block.index, halves.get(block.name))
-                edit.attach(block.name, self, delta)
-            if form == "additive":
-                self._mark(edit)
-        edit.notes.append(self._note(form, blocks, plain))
-        return edit
+
+    def _as_trained(self, said: Reversible) -> Reversible:
+        """The value for a model that was trained in additive coupling, which has to go on as it was."""
+        given = self.model_fields_set - {"check"}
+        other = [name for name in sorted(given) if getattr(self, name) != getattr(said, name)]
+        if self.form == "auto":
+            other = [name for name in other if name != "form"]
+        if other:
+            raise TechniqueError(
+                "reversible: the model was trained in additive coupling, and says something else in another",
+                got=", ".join(f"{name}={getattr(self, name)}" for name in other),
+                wanted=", ".join(f"{name}={getattr(said, name)}" for name in other),
+                cure="leave these out; reversible.check alone may differ",
+            )
+        return said.model_copy(update={"check": self.check})
 
     def _blocks(self, model: nn.Module, form: Form) -> tuple[list[seams.Block], int]:
         """The blocks that run reversibly, in front of them for BDIA the one that gives the first two states."""
@@ -161,7 +175,7 @@ class Reversible(Technique):
         """Has the model's config say that this is another function; refuses where a run's folder could not say it."""
         model: Any = edit.model
         config = getattr(model, "config", None)
-        if marked(model) is not None or config is None:
+        if config is None:
             return
         beside = [
             name
@@ -235,9 +249,27 @@ GAP = 0.1
 
 
 def marked(model: nn.Module) -> Reversible | None:
-    """How a model was trained in additive coupling, as its config says; None for any other model."""
+    """How a model was trained in additive coupling, as its config says; None for any other model.
+
+    Raises:
+        ModelError: the config says something else under that key.
+    """
     said = getattr(getattr(model, "config", None), MARK, None)
-    return None if said is None else Reversible.model_validate(said)
+    if said is None:
+        return None
+    try:
+        return Reversible.model_validate(said)
+    except ValidationError as error:
+        raise ModelError(
+            f"config.json: {MARK} does not say how the model's blocks are coupled",
+            got=" ".join(str(error.errors()[0]["msg"]).split()),
+            cure="put back the config.json that was saved with the weights",
+        ) from None
+
+
+def coupled(model: nn.Module) -> bool:
+    """Whether a model's blocks run reversibly already."""
+    return any(isinstance(module, ReversibleDelta) for module in model.modules())
 
 
 def pass_of(edit: Edit) -> Pass:
