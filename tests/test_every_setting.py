@@ -20,6 +20,7 @@ from afina.models import generate as generating
 from afina.models.generate import generate
 from afina.table import TECHNIQUES, apply
 from afina.techniques.adalora import AdaLoRA
+from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.techniques.prompt import PromptTuning
 from afina.tree import Edit
@@ -161,12 +162,16 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
         "decay": 0.5, "convention": "electra", "min_scale": 0.95, "new_modules": "layer", "scales": {"q_proj": 3.0},
     },
     "gradient_noise": {"eta": 0.3, "gamma": 1.0, "mode": "absolute"},
+    "reversible": {
+        "form": "additive", "bits": 6, "plain": 1, "signs": "step", "seed": 1, "stream": "fp32", "grid": 5,
+    },
 }  # fmt: skip
 
 
 A_TEXT = {"start": "text", "text": "ab"}
 ALONG: dict[tuple[str, str], dict[str, Any]] = {
     ("prefix", "text"): A_TEXT, ("prefix", "text_ids"): A_TEXT, ("prefix", "hidden"): {"projection": True},
+    ("reversible", "plain"): {"form": "additive"}, ("reversible", "signs"): {"seed": 1},
     ("prompt", "text"): A_TEXT, ("prompt", "text_ids"): A_TEXT,
     ("p_tuning", "lstm_layers"): {"network": "lstm"}, ("p_tuning", "dropout"): {"network": "lstm"},
     ("quantize", "loftq_rank"): {"loftq_rank": 2, "loftq_rounds": 2}, ("quantize", "loftq_rounds"): {"loftq_rank": 2},
@@ -183,6 +188,7 @@ BESIDE: dict[str, list[Any]] = {
     "quantize": [LoRA(rank=2)],
     "layer_decay": [LoRA(rank=2), PromptTuning(tokens=2)],
     "gradient_noise": [LoRA(rank=2)],
+    "reversible": [Full()],
 }
 """Of what trains nothing itself, what trains beside it shows the difference."""
 
@@ -261,6 +267,8 @@ def test_a_setting_of_a_technique_changes_what_trains(key: str, name: str) -> No
 def test_no_setting_of_a_technique_is_left_out() -> None:
     # tests/techniques: it needs an encoder beside the decoder.
     elsewhere = {"bottleneck": {"cross"}}
+    # tests/ops/test_reversible.py: it changes nothing but what is found to be wrong.
+    elsewhere["reversible"] = {"check"}
     # tests/data/test_curriculum.py: which rows are shown, and no more.
     elsewhere["curriculum"] = set(TECHNIQUES["curriculum"].model_fields)
     # tests/techniques/test_token_pruning_settings.py: what is kept, and when.

@@ -202,7 +202,7 @@ class Reversible(Technique):
             )
         return (
             f"reversible: {counted(len(blocks) - 1, 'block')} from {blocks[1].name} on, {self.bits} side bits a "
-            f"number; the first {plain} stay plain. In training alone: evaluated, merged and asked, the model is plain"
+            f"number; the first {plain} left plain. In training alone: evaluated, merged and asked, the model is plain"
         )
 
     def seams(self, edit: Edit, total_steps: int) -> Seams:
