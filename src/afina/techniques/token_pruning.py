@@ -45,8 +45,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from afina import seams
-from afina.errors import TechniqueError
-from afina.techniques import pruned_decoder
+from afina.techniques import encoder_pruning, pruned_decoder
 from afina.tree import Edit, Seams, Technique
 
 Score = Literal["auto", "random", "predictor", "loss", "attention", "similarity", "learned"]
@@ -59,7 +58,10 @@ class TokenPruning(Technique):
     key: ClassVar[str] = "token_pruning"
 
     keep: float = Field(
-        default=0.5, gt=0, le=1, description="share of a row's tokens kept where it is pruned"
+        default=0.5,
+        gt=0,
+        le=1,
+        description="share of a row's tokens kept where it is pruned; in encoders the share that is left in the end",
     )
     score: Score = Field(
         default="auto",
@@ -69,13 +71,14 @@ class TokenPruning(Technique):
     dropped: Dropped = Field(
         default="auto",
         description="what becomes of the others: restore (they pass the block by), cut (they stay out until the "
-        "end; never a token that trains), fuse (into one token, weighted) or merge (into tokens like them); auto is "
-        "restore for decoders",
+        "end; in decoders never a token that trains), fuse (into one token, weighted) or merge (into tokens like "
+        "them); auto is restore for decoders, and for encoders what goes with the score",
     )
     layers: tuple[int, ...] | str | None = Field(
         default=None,
         description="block numbers, as a list or '0-5,28,-1'; None is all but the first and the last for restore, "
-        "and the second for cut",
+        "and the second for cut; in encoders those that are given fewer tokens than the one before: None is at a "
+        "quarter, a half and three quarters of the depth for attention, and all but the first for the others",
     )
     always: int = Field(
         default=1, ge=1, description="first tokens of a row that are kept whatever their score"
@@ -113,6 +116,26 @@ class TokenPruning(Technique):
         description="score loss: m of an id that was not predicted yet, in nats",
     )
 
+    temperature: float = Field(
+        default=0.05,
+        gt=0,
+        allow_inf_nan=False,
+        description="score learned: how sharp a threshold is while it is learnt, in means of a row's tokens",
+    )
+    threshold_start: float = Field(
+        default=0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="score learned: the last block's threshold at first, in means of a row's tokens; those before "
+        "rise evenly to it",
+    )
+    penalty: float = Field(
+        default=0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="score learned: the price of the share of tokens kept, in the loss",
+    )
+
     @model_validator(mode="after")
     def _check(self) -> TokenPruning:
         seams.parse_layers(self.layers)
@@ -125,14 +148,15 @@ class TokenPruning(Technique):
             TechniqueError: the score or what becomes of the others is not for this model, or its blocks cannot be run
                 on some of their tokens.
         """
-        if not pruned_decoder.is_causal(model, self.key):
-            raise TechniqueError(
-                f"{self.key} does not know encoders", got=type(model).__name__, wanted="a decoder"
-            )
         with Edit(model, [self]).whole() as edit:
-            pruned_decoder.attach(edit, self)
+            if pruned_decoder.is_causal(model, self.key):
+                pruned_decoder.attach(edit, self)
+            else:
+                encoder_pruning.attach(edit, self, self)
         return edit
 
     def seams(self, edit: Edit, total_steps: int) -> Seams:
         """Tells the children of each micro-batch, and lets them learn from the step."""
+        if not pruned_decoder.is_causal(edit.model, self.key):
+            return encoder_pruning.seams_of(edit, self, self, total_steps)
         return pruned_decoder.seams_of(edit, self, total_steps)
