@@ -24,6 +24,7 @@ from afina.techniques.encoder_rows import (
     Journey,
     real_tokens,
     short_mask,
+    takes_flat_masks,
 )
 from afina.tree import Around, Delta, Side, front_of
 from afina.tree.technique import Removable
@@ -207,7 +208,9 @@ class EncoderBlock(Around):
         if columns is None:
             return given.run(call, more)
         if self.number not in journey.masks:
-            journey.masks[self.number] = short_mask(given.mask, columns, given.rows_BSD)
+            journey.masks[self.number] = short_mask(
+                given.mask, columns, given.rows_BSD, flat=takes_flat_masks(given.block)
+            )
         return given.run_short(call, columns, journey.masks[self.number], more)
 
     def _changed(

@@ -85,6 +85,11 @@ class Settings(Protocol):
         ...
 
     @property
+    def granularity(self) -> int:
+        """What the number kept is a multiple of."""
+        ...
+
+    @property
     def ramp(self) -> float:
         """Share of the run over which `keep` is reached."""
         ...
@@ -142,6 +147,7 @@ def attach(edit: Edit, technique: Technique, settings: Settings) -> None:
         TechniqueError: the model's blocks cannot be run so, or a chosen block is none.
     """
     score, dropped = way = _way_of(settings.score, settings.dropped, technique.key)
+    _refuse_idle(edit.model, settings, score, technique.key)
     trunk, blocks = _stack(edit.model, technique.key)
     entered = _entered(edit.model, settings.layers, len(blocks), way, technique.key)
     behind = entered if score == "random" else [number - 1 for number in entered]
@@ -159,6 +165,36 @@ def attach(edit: Edit, technique: Technique, settings: Settings) -> None:
             child.start = settings.threshold_start * stage.number / stage.stages
         edit.attach(block.name, technique, child)
     edit.attach(trunk, technique, EncoderStack(settings.keep, settings.always, score))
+
+
+def _refuse_idle(model: nn.Module, settings: Settings, score: str, key: str) -> None:
+    """Raises for what would do nothing, or something else than is said.
+
+    Raises:
+        TechniqueError: see above.
+    """
+    if settings.granularity > 1:
+        raise TechniqueError(
+            f"{key}.granularity would do nothing in an encoder, whose rows are padded to the longest",
+            got=settings.granularity,
+            cure=f"leave {key}.granularity out",
+        )
+    if score != "learned":
+        return
+    if settings.ramp:
+        raise TechniqueError(
+            f"{key}.ramp would do nothing: thresholds that are learnt decide how many tokens are kept",
+            got=settings.ramp,
+            cure=f"leave {key}.ramp out; a higher {key}.penalty keeps fewer",
+        )
+    if seams.classifies(model) == "tokens":
+        raise TechniqueError(
+            f"{key}: thresholds are learnt on states that fade, and at inference what is dropped keeps its state: "
+            "classes of tokens would be read from others than were trained",
+            got=type(model).__name__,
+            wanted="score attention or similarity",
+            cure=f"leave {key}.score out",
+        )
 
 
 def _entered(

@@ -100,13 +100,13 @@ class Given:
     """How a block was called, by the names of its arguments."""
 
     values: Mapping[str, Any]
-    kind: type[nn.Module]
+    block: nn.Module
 
     @staticmethod
     def of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
         """The arguments of `block(*args, **kwargs)`."""
         names = list(inspect.signature(type(block).forward).parameters)[1:]
-        return Given({**dict(zip(names, args, strict=False)), **kwargs}, type(block))
+        return Given({**dict(zip(names, args, strict=False)), **kwargs}, block)
 
     @property
     def rows_BSD(self) -> Tensor:
@@ -145,7 +145,7 @@ class Given:
             elif isinstance(value, Tensor):
                 raise TechniqueError(
                     "token_pruning: a block is given something that may go by token, and how is not known",
-                    got=f"{name}, of {self.kind.__name__}",
+                    got=f"{name}, of {type(self.block).__name__}",
                     cure="leave token_pruning out, or call the model without it",
                 )
             made[name] = value
@@ -156,7 +156,7 @@ class Given:
         if not isinstance(result, Tensor):
             raise TechniqueError(
                 "token_pruning knows blocks that return their states alone",
-                got=f"{type(result).__name__} of {self.kind.__name__}",
+                got=f"{type(result).__name__} of {type(self.block).__name__}",
             )
         return result
 
@@ -190,7 +190,9 @@ def _seen(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def short_mask(mask: Tensor | None, columns: Columns, rows_BSD: Tensor) -> Tensor | None:
+def short_mask(
+    mask: Tensor | None, columns: Columns, rows_BSD: Tensor, *, flat: bool
+) -> Tensor | None:
     """The mask of a block that is given shorter rows, of the kind that its attention takes.
 
     A matrix of all queries by all keys is made only where the model's own mask needs one: where queries differ in
@@ -200,12 +202,15 @@ def short_mask(mask: Tensor | None, columns: Columns, rows_BSD: Tensor) -> Tenso
         mask: for whole rows.
         columns: what the block is given.
         rows_BSD: for their type.
+        flat: the attention takes masks of (B, R), as flash attention does.
 
     Raises:
         TechniqueError: attention that takes no term of its scores is to count merged tokens.
     """
     real, size = columns.real_BR, columns.size_BR
-    if mask is not None and mask.dim() == 2:
+    if mask is None and size is None and bool(real.all()):
+        return None
+    if flat:
         if size is not None:
             raise TechniqueError(
                 "token_pruning: merged tokens count in attention by how many they are, which this attention cannot be "
@@ -214,17 +219,24 @@ def short_mask(mask: Tensor | None, columns: Columns, rows_BSD: Tensor) -> Tenso
                 wanted="sdpa",
                 cure="load the model with attn_implementation='sdpa', or set token_pruning.score=attention",
             )
-        return real.to(mask.dtype)
+        return real.long()
     seen = real[:, None, None]
     if mask is not None and not _alike(mask):
         seen = _window(_seen(mask), columns)
-    if size is None and (mask is None or mask.dtype == torch.bool):
-        return None if mask is None and bool(real.all()) else seen
+    if size is None and mask is not None and mask.dtype == torch.bool:
+        return seen
     lowest = torch.finfo(rows_BSD.dtype).min
     term = torch.zeros((), dtype=rows_BSD.dtype, device=rows_BSD.device)
     if size is not None:
         term = torch.where(real, size, 1).log().to(rows_BSD.dtype)[:, None, None]
     return torch.where(seen, term, lowest)
+
+
+def takes_flat_masks(block: nn.Module) -> bool:
+    """Whether a block's attention takes masks of (B, T)."""
+    configs = (getattr(module, "config", None) for module in block.modules())
+    names = (getattr(config, "_attn_implementation", None) for config in configs)
+    return "flash" in next((name for name in names if name), "")
 
 
 def _alike(mask: Tensor) -> bool:
