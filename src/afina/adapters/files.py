@@ -138,7 +138,7 @@ def put(model: nn.Module, fitted: Fitted) -> Edit:
     """
     told = fitted.notes[0].partition(":")[0]
     try:
-        edit = apply(model, fitted.techniques)
+        edit = apply(model, (*fitted.beside, *fitted.techniques))
     except (AfinaError, ValidationError) as error:
         raise AdapterError(f"{told} cannot be put onto this model", got=error) from None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,25 @@ from afina.adapters.peft_lora import DORA, DORA_NAME, LORA
 from afina.adapters.peft_prompt import P_TUNING, PREFIX_KIND, PROMPT
 from afina.adapters.peft_tokens import TOKENS, beside_lora, has_tokens
 from afina.adapters.placing import Placed, place
+from afina.adapters.pruned import THRESHOLDS, noted, read_pruning
 from afina.adapters.rounded import differences
 from afina.errors import AdapterError, ConfigError, counted
 from afina.tree import Technique
 
 KINDS: Mapping[str, Kind] = {
     kind.peft_type: kind
-    for kind in (LORA, ADALORA, TOKENS, IA3_KIND, BITFIT, PREFIX_KIND, PROMPT, P_TUNING, BOTTLENECK)
+    for kind in (
+        LORA,
+        ADALORA,
+        TOKENS,
+        IA3_KIND,
+        BITFIT,
+        PREFIX_KIND,
+        PROMPT,
+        P_TUNING,
+        BOTTLENECK,
+        THRESHOLDS,
+    )
 } | {DORA_NAME: DORA}
 """The techniques that PEFT's layout can hold, by PEFT's name."""
 
@@ -61,11 +73,13 @@ class Fitted:
         techniques: make its places; one, unless the folder holds several.
         tensors: their values, by the keys of `contents.peft_tensors`.
         notes: how the two met: how many tensors fit, what is known of the base, what was renamed or left out.
+        beside: techniques without tensors that were there in training and act when the model answers too.
     """
 
     techniques: tuple[Technique, ...]
     tensors: Mapping[str, Tensor]
     notes: tuple[str, ...]
+    beside: tuple[Technique, ...] = ()
 
 
 def fit(
@@ -105,12 +119,20 @@ def fit(
         every = [_fit_one(model, folder, c, base, told, tensors) for c, tensors in two]
         found = {fitted.techniques[0].key: fitted for fitted in every}
     else:
-        return _fit_one(model, folder, config, base, told)
-    return Fitted(
+        return _with_pruning(_fit_one(model, folder, config, base, told), model, folder)
+    fitted = Fitted(
         tuple(technique for fitted in found.values() for technique in fitted.techniques),
         {f"{key}/{name}": t for key, fitted in found.items() for name, t in fitted.tensors.items()},
         tuple(dict.fromkeys(note for fitted in found.values() for note in fitted.notes)),
     )
+    return _with_pruning(fitted, model, folder)
+
+
+def _with_pruning(fitted: Fitted, model: nn.Module, folder: Path) -> Fitted:
+    pruning = read_pruning(folder, model)
+    if pruning is None:
+        return fitted
+    return replace(fitted, beside=(pruning,), notes=(*fitted.notes, noted(pruning)))
 
 
 @dataclass(frozen=True)

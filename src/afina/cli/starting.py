@@ -86,7 +86,8 @@ def start_from(
         )
     folder = source / "adapter" if (source / "adapter").is_dir() else source
     fitted = files.fit(model, folder, allow_partial=allow_partial)
-    keys = tuple(technique.key for technique in fitted.techniques)
+    every = (*fitted.beside, *fitted.techniques)
+    keys = tuple(technique.key for technique in every)
     chosen = tuple(key for key in resolved.keys if key != "quantize")
     if chosen not in ((), ("lora",), keys):
         raise ConfigError(
@@ -96,7 +97,7 @@ def start_from(
             cure="leave --technique out",
         )
     given = {technique.key: technique for technique in resolved.config.techniques}
-    techniques = tuple(_but_free(t, given.get(t.key), free) for t in fitted.techniques)
+    techniques = tuple(_but_free(t, given.get(t.key), free) for t in every)
     base = quantiser_of(resolved.config)
     if base is not None:
         techniques, keys = (base, *techniques), (base.key, *keys)

@@ -30,6 +30,7 @@ from afina import seams
 from afina.errors import TechniqueError
 from afina.ops.pruning import ramped
 from afina.techniques.encoder_blocks import EncoderBlock, EncoderStack, Stage
+from afina.techniques.pruned_decoder import is_causal
 from afina.tree import Edit, Seams, Technique
 
 WAYS: Mapping[str, tuple[str, ...]] = {
@@ -135,6 +136,25 @@ def _way_of(score: str, dropped: str, key: str) -> tuple[str, str]:
     return score, dropped
 
 
+def acts_at_inference(model: nn.Module, settings: Settings) -> bool:
+    """Whether a model is an encoder that is pruned so when it answers too."""
+    if is_causal(model, "token_pruning"):
+        return False
+    return _way_of(settings.score, settings.dropped, "token_pruning")[0] != "random"
+
+
+def learning_blocks(model: nn.Module, settings: Settings) -> list[str]:
+    """Names of the blocks that have a threshold, where thresholds are learnt.
+
+    Raises:
+        TechniqueError: as `attach`.
+    """
+    way = _way_of(settings.score, settings.dropped, "token_pruning")
+    blocks = _stack(model, "token_pruning")[1]
+    entered = _entered(model, settings.layers, len(blocks), way, "token_pruning")
+    return [blocks[number - 1].name for number in entered] if way[0] == "learned" else []
+
+
 def attach(edit: Edit, technique: Technique, settings: Settings) -> None:
     """Puts the children into an encoder.
 
@@ -163,8 +183,11 @@ def attach(edit: Edit, technique: Technique, settings: Settings) -> None:
         child = EncoderBlock(number, len(blocks), stage, threshold)
         if stage is not None:
             child.start = settings.threshold_start * stage.number / stage.stages
+        child.only_in_training = score == "random"
         edit.attach(block.name, technique, child)
-    edit.attach(trunk, technique, EncoderStack(settings.keep, settings.always, score))
+    stack = EncoderStack(settings.keep, settings.always, score)
+    stack.only_in_training = score == "random"
+    edit.attach(trunk, technique, stack)
 
 
 def _refuse_idle(model: nn.Module, settings: Settings, score: str, key: str) -> None:
