@@ -1,0 +1,30 @@
+"""The bench of curricula: its ways are settings that exist, and its table says what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+import afina
+from bench.curriculum import WAYS, figures, table
+
+
+@pytest.mark.parametrize("way", [way for way, settings in WAYS.items() if settings is not None])
+def test_a_way_is_a_curriculum(way: str) -> None:
+    settings = WAYS[way]
+    assert settings is not None
+    made = afina.Curriculum(**settings)
+    assert all(getattr(made, name) == value for name, value in settings.items())
+
+
+def test_the_control_differs_from_the_first_way_in_its_order_alone() -> None:
+    assert WAYS["control"] == {**(WAYS["length"] or {}), "order": "random"}
+
+
+def test_losses_stand_beside_those_without_a_curriculum() -> None:
+    found = figures({"none": [0.5, 0.7], "length": [0.6, 0.9], "loss": []}, "tiny")
+    assert [(row["setting"], row["ratio"]) for row in found] == [
+        ("none", 1.0),
+        ("length", pytest.approx(1.25)),
+    ]
+    assert table(found).splitlines()[-1] == "| length | 0.6000, 0.9000 | 0.7500 | 1.250 |"
+    assert figures({"length": [0.6]}, "tiny")[0]["ratio"] is None
