@@ -7,12 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 
 
-def interleaved(ways: Mapping[str, Callable[[], object]], times: int) -> dict[str, float]:
+def interleaved(
+    ways: Mapping[str, Callable[[], object]],
+    times: int,
+    reads: Callable[[str], float] | None = None,
+) -> dict[str, float]:
     """Median seconds of each way, the ways taking turns; each runs once more before, which is not counted.
 
     Args:
         ways: what is run, by name.
         times: counted runs of each, at least one.
+        reads: the seconds of the run of that name just now, where it notes them itself; None takes the clock's.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
@@ -23,5 +28,6 @@ def interleaved(ways: Mapping[str, Callable[[], object]], times: int) -> dict[st
         for name in names[first:] + names[:first]:
             began = time.perf_counter()
             ways[name]()
-            seconds[name].append(time.perf_counter() - began)
+            passed = time.perf_counter() - began
+            seconds[name].append(passed if reads is None else reads(name))
     return {name: statistics.median(found) for name, found in seconds.items()}
