@@ -28,6 +28,20 @@ and clipping does not either. Of an adapter, all this is no part: it is on disk 
 
 A decoder is pruned in training alone: evaluated, merged and asked, it runs whole.
 
+An encoder sees both ways, so what it looks at may decide, and it is pruned whenever it runs: in training, in
+evaluation, and wherever afina loads an adapter that was trained so (PEFT, and merged weights, run whole rows). Rows
+grow shorter from block to block, decided by the block before:
+
+    fuse:      Σ_j m_j h_j / Σ_j m_j                      one token for all that left; they keep the state they had
+    merge:     Σ_j n_j h_j / Σ_j n_j                      into the token most like it, of n_j tokens; in attention a
+                                                          key of n tokens counts as n (+ log n); each gets the result
+    learned:   h σ((m - threshold) / temperature)         in training; at inference what has m < threshold leaves
+
+where m_j is the attention that token j gets, a mean over heads and a sum over the row's tokens: 1 on average. Padding
+neither gives nor gets any, so that a row is pruned alike alone and in a batch. Behind the last block every token is
+there, so any head works. Thresholds are learnt softly, which saves no time in training; `penalty` is the price of the
+tokens they let through, and `keep` does not count. Their gradient goes through the attention, as LTP's.
+
 Legend: h what enters a block, y what leaves it, s a token's score, m the running loss of an id of the vocabulary.
 
 Source: Yao et al. 2022, "Random-LTD", arXiv 2211.11586 (random; first and last block whole; the schedule); Hou et al.
