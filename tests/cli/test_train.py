@@ -81,6 +81,11 @@ def test_resume_and_init_from_and_overwrite(
     base, more = (read_metrics(place / name)[0]["loss"] for name in ("long", "more"))
     assert more < base - 0.1
     assert "--init-from" in (place / "more/config.yaml").read_text()
+    # What is of the run and of no adapter goes beside it.
+    easy = ["--technique", "curriculum", "--set", "techniques.curriculum.start=0.5"]
+    assert main([*trained, "-o", "easy", "--init-from", "long", *easy, "--steps", "1"]) == 0
+    assert "curriculum:" in (place / "easy/config.yaml").read_text()
+    assert (place / "easy/curriculum.jsonl").exists()
     # The adapter's own rank and scale go with its weights; others are refused.
     other = ["-o", "other", "--init-from", "long", "--rank", "4"]
     assert main([*trained, *other]) == 2

@@ -8,6 +8,9 @@ from typing import Any
 OF_THE_BASE = "techniques.quantize"
 """Settings that are of the base and of no adapter."""
 
+OF_THE_RUN = ("layer_decay", "gradient_noise", "curriculum")
+"""Techniques that change how a run trains, and that no adapter has."""
+
 
 def quantiser_of(settings: Any) -> Any:
     """The technique by which the base is quantised while it is loaded; None where it is not.
@@ -75,6 +78,7 @@ def start_from(
         if path.count(".") > 1
         and path.startswith("techniques.")
         and not path.startswith(OF_THE_BASE)
+        and path.split(".")[1] not in OF_THE_RUN
         and origin != "default"
         and path.rpartition(".")[2] not in free
     ]
@@ -88,7 +92,7 @@ def start_from(
     fitted = files.fit(model, folder, allow_partial=allow_partial)
     every = (*fitted.beside, *fitted.techniques)
     keys = tuple(technique.key for technique in every)
-    chosen = tuple(key for key in resolved.keys if key != "quantize")
+    chosen = tuple(key for key in resolved.keys if key not in ("quantize", *OF_THE_RUN))
     if chosen not in ((), ("lora",), keys):
         raise ConfigError(
             "--init-from takes the techniques from the adapter",
@@ -99,8 +103,8 @@ def start_from(
     given = {technique.key: technique for technique in resolved.config.techniques}
     techniques = tuple(_but_free(t, given.get(t.key), free) for t in every)
     base = quantiser_of(resolved.config)
-    if base is not None:
-        techniques, keys = (base, *techniques), (base.key, *keys)
+    of_run = tuple(t for t in resolved.config.techniques if t is base or t.key in OF_THE_RUN)
+    techniques, keys = (*of_run, *techniques), (*(t.key for t in of_run), *keys)
     edit = apply(model, techniques, seed=resolved.config.train.seed, undoable=False)
     files.restore(edit, fitted.tensors)
     edit.notes.extend(fitted.notes)
@@ -108,13 +112,12 @@ def start_from(
     kept = {p: o for p, o in resolved.origins.items() if not p.startswith("techniques.")}
     origins = {
         f"techniques.{t.key}.{name}": resolved.origins.get(f"techniques.{t.key}.{name}", "default")
-        if (name in free and t.key in given) or t is base
+        if (name in free and t.key in given) or t in of_run
         else f"--init-from {folder}"
         for t in techniques
         for name, _ in t
     } | {f"techniques.{key}": f"--init-from {folder}" for key in keys}
-    if base is not None:
-        origins[OF_THE_BASE] = resolved.origins[OF_THE_BASE]
+    origins |= {f"techniques.{t.key}": resolved.origins[f"techniques.{t.key}"] for t in of_run}
     return edit, replace(resolved, config=config, keys=keys, origins={**kept, **origins})
 
 
