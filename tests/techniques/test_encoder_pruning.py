@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from afina.models.blocks import Blocks
 from afina.ops import interface
 from afina.techniques import encoder_choice
 from afina.techniques.encoder_blocks import EncoderBlock
+from afina.techniques.encoder_rows import Columns, short_mask
 from afina.techniques.token_pruning import TokenPruning
 from afina.tree import Around
 from afina.types import Context
@@ -423,3 +425,45 @@ def test_packed_rows_are_refused() -> None:
     context = Context(torch.zeros_like(ids), torch.arange(4)[None])
     with interface.rows(model), pytest.raises(TechniqueError, match=r"data\.packing=false"):
         model(input_ids=ids, afina_context=context)
+
+
+# --- masks ---------------------------------------------------------------------------------------------------------
+
+
+def test_flash_attention_is_given_a_mask_of_its_kind() -> None:
+    real = torch.tensor([[True, True, False]])
+    place = torch.tensor([[0, 2, 0]])
+    columns = Columns(place, place, real, torch.tensor([[0, -1, 1]]))
+    rows = torch.zeros(1, 3, 4)
+    found = short_mask(torch.ones(1, 3), columns, rows, flat=True)
+    assert found is not None
+    assert found.tolist() == [[1, 1, 0]]
+    merged = Columns(place, place, real, columns.column_BS, torch.tensor([[2.0, 1.0, 0.0]]))
+    with pytest.raises(TechniqueError, match="attn_implementation"):
+        short_mask(torch.ones(1, 3), merged, rows, flat=True)
+    term = short_mask(None, merged, rows, flat=False)
+    assert term is not None
+    assert term[0, 0, 0, 0].item() == pytest.approx(math.log(2))
+    assert term[0, 0, 0, 2] == torch.finfo(rows.dtype).min
+
+
+def test_under_a_window_columns_see_by_their_positions() -> None:
+    steps = torch.arange(6)
+    window = ((steps[:, None] - steps).abs() < 3)[None, None]
+    place = torch.tensor([[0, 2, 5]])
+    columns = Columns(place, place, torch.tensor([[True] * 3]), torch.zeros(1, 6).long())
+    found = short_mask(window, columns, torch.zeros(1, 6, 4), flat=False)
+    assert found is not None
+    wanted = [[True, True, False], [True, True, False], [False, False, True]]
+    assert found[0, 0].tolist() == wanted
+
+
+def test_what_a_block_is_given_and_nobody_knows_is_refused() -> None:
+    model = kit.build("bert")
+    pruned(model, keep=0.5)
+    for block in model.bert.encoder.layer:
+        block.register_forward_pre_hook(
+            lambda m, a, k: (a, {**k, "strange": torch.zeros(3, kit.T)}), with_kwargs=True
+        )
+    with pytest.raises(TechniqueError, match="may go by token"):
+        logits(model)
