@@ -72,6 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="draw accuracy and time there")
     add("--work", type=Path, default=Path("runs/bench"), help="runs are kept here")
     add("--results", type=Path, default=ROOT / "bench/results/pruning", help="finished ones here")
+    add("--steps", type=int, default=STEPS, help="of a training run")
     add("--part", choices=("accuracy", "speed"), help="leave the other part out")
     add("--cached", action="store_true", help="run nothing; take what is there")
     options = parser.parse_args(arguments)
@@ -156,7 +157,7 @@ class Bench:
     @property
     def steps(self) -> int:
         """Of a training run."""
-        return 2 if self.options.quick else STEPS
+        return 2 if self.options.quick else self.options.steps
 
     def _beside(
         self, metric: str, work: str, values: dict[Way, Any], key: str, unit: str

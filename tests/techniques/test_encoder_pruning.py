@@ -418,6 +418,45 @@ def test_thresholds_are_refused_where_tokens_are_classified() -> None:
         pruned(kit.build("tags"), score="learned")
 
 
+def test_a_prefix_is_refused() -> None:
+    model = kit.build("bert")
+    afina.apply(model, [TokenPruning(keep=0.5), afina.PrefixTuning(tokens=2)])
+    with pytest.raises(TechniqueError, match="prompt or p_tuning"):
+        logits(model)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 2},
+    "dora": {"rank": 2},
+    "adalora": {"init_rank": 3, "target_rank": 2},
+    "trainable_tokens": {"tokens": (3, 4)},
+    "prompt": {"tokens": 2},
+    "p_tuning": {"tokens": 2},
+    "bitfit": {},
+    "ia3": {},
+    "bottleneck": {"width": 3},
+    "full": {},
+}
+
+
+@pytest.mark.parametrize("key", BESIDE)
+@pytest.mark.parametrize("score", ["attention", "similarity"])
+def test_beside_every_method_a_padded_row_is_what_it_is_alone(key: str, score: str) -> None:
+    model, given = kit.build("bert"), kit.inputs()
+    other = afina.table.TECHNIQUES[key](**BESIDE[key])
+    edit = afina.apply(model, [other, TokenPruning(score=score, keep=0.5)])  # type: ignore[arg-type]
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in edit.trainable().values():
+            parameter.add_(torch.randn(parameter.shape, generator=drawn) / 8)
+    found = logits(model)
+    for row, count in enumerate(kit.COUNTS):
+        alone = {name: x[row : row + 1, :count] for name, x in given.items()}
+        torch.testing.assert_close(found[row], logits(model, **alone)[0], rtol=0, atol=1e-11)
+    found.sin().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in edit.trainable().values())
+
+
 def test_packed_rows_are_refused() -> None:
     model = battery.build("bert")
     pruned(model, keep=0.5)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.errors import TechniqueError
+from afina.ops import prefix
 from afina.ops.merging import key_mass, portion, write
 from afina.techniques import encoder_choice as choice
 from afina.techniques import encoder_watch
@@ -189,6 +190,12 @@ class EncoderBlock(Around):
             raise TechniqueError(
                 "token_pruning: rows of an encoder lie packed, and which tokens are of one row is not known here",
                 cure="set data.packing=false",
+            )
+        if given.values.get(prefix.KEYWORD) is not None:
+            raise TechniqueError(
+                "token_pruning: a prefix's keys stand in attention alone, and how much they are looked at is not known",
+                got="prefix beside it",
+                cure="take prompt or p_tuning, whose places are tokens; or leave token_pruning out",
             )
         journey.tokens = given.rows_BSD.shape[1]
         journey.real_BT = real_tokens(given.mask, given.rows_BSD)
