@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from afina import seams
 from afina.adapters.fingerprint import base_fingerprint
 from afina.config import Resolved, TrainSettings
 from afina.data.idle import refuse_idle_data
@@ -63,6 +62,7 @@ from afina.train.state import (
     rows_in_words,
     starting_weights,
 )
+from afina.train.told import of_rows
 from afina.train.tuning import Tuning
 from afina.train.work import Work
 from afina.tree import Edit
@@ -257,7 +257,8 @@ class Job:
                 self.plan = self._plan(
                     rows, BaseLosses(self.out, self.edit, passes, rows, state.step, say)
                 )
-                self._tell_of_rows(passes, why, say)
+                for line in of_rows(self.plan, passes, why):
+                    say.say(line)
                 state, cut = Tuning(self.edit, self.plan, passes, self.blocks, say).decide(state)
                 entering = self._entering(passes, cut, state.step, say)
                 if not state.step:
@@ -354,25 +355,6 @@ class Job:
             pad_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
             by_row=self._by_row(),
         )
-
-    def _tell_of_rows(self, passes: Passes, why: str | None, say: Reporter) -> None:
-        """Says which rows are shown when, what is shared in a step, or why nothing is."""
-        for line in self.plan.notes():
-            say.say(line)
-        if why:
-            say.say(f"rows that begin alike are computed apart: {why}")
-        if passes.shared:
-            step = self.plan.usual()
-            every = sum(len(row.tokens) for row in step)
-            say.say(
-                f"rows that begin alike share their beginning: {passes.tokens(step) / every:.0%} of the "
-                "tokens of a step are computed"
-            )
-        if passes.packed:
-            dtype = next(self.model.parameters()).dtype
-            say.say(f"attention by {attention.backend(passes.device, dtype)}")
-        if passes.head is None and seams.classifies(self.model) is None:
-            say.say("all logits of a micro-batch are made: the head is not a plain linear")
 
     def _base(self) -> str:
         config = getattr(self.model, "config", None)
