@@ -132,29 +132,36 @@ def measured(options: argparse.Namespace, way: str, seed: int) -> dict[str, Any]
     return json.loads(result.read_text("utf-8")) if result.exists() else None
 
 
-def figures(found: dict[str, list[float]], work: str) -> list[dict[str, Any]]:
-    """One row a way: the mean loss over seeds beside that of no curriculum.
+def figures(found: dict[str, dict[int, float]], work: str) -> list[dict[str, Any]]:
+    """One row a way: the mean loss over its seeds, beside that of no curriculum over the same seeds.
 
     Args:
-        found: way -> the loss of each seed.
+        found: way -> seed -> loss.
         work: name of the rows.
     """
-    peer = mean(found["none"]) if found.get("none") else None
-    return [
-        {
+    rows: list[dict[str, Any]] = []
+    none = found.get("none", {})
+    for way, losses in found.items():
+        if not losses:
+            continue
+        peer = mean(none[seed] for seed in losses) if set(losses).issubset(none) else None
+        value = mean(losses.values())
+        rows.append({
             "bench": "curriculum", "work": work, "setting": way, "metric": "loss", "unit": "nats",
-            "value": mean(losses), "peer": "none", "peer_value": peer,
-            "ratio": mean(losses) / peer if peer else None, "seeds": losses,
-        }
-        for way, losses in found.items() if losses
-    ]  # fmt: skip
+            "value": value, "peer": "none", "peer_value": peer,
+            "ratio": None if peer is None else value / peer, "seeds": losses,
+        })  # fmt: skip
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The figures in Markdown."""
-    lines = ["| way | loss on all test rows, by seed | mean | to none |", "|---|---|---|---|"]
+    lines = [
+        "| way | loss on all test rows, by seed | mean | to none, of the same seeds |",
+        "|---|---|---|---|",
+    ]
     for row in rows:
-        seeds = ", ".join(f"{loss:.4f}" for loss in row["seeds"])
+        seeds = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in row["seeds"].items())
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         lines.append(f"| {row['setting']} | {seeds} | {row['value']:.4f} | {ratio} |")
     return "\n".join(lines)
@@ -177,12 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.data = options.work / "requests"
         write(options.data, train=SIZES["train_rows"], test=SIZES["test_rows"])
     options.data = options.data.resolve()
-    found: dict[str, list[float]] = {way: [] for way in options.only or WAYS}
+    found: dict[str, dict[int, float]] = {way: {} for way in options.only or WAYS}
     for seed in options.seed or SEEDS:
         for way, losses in found.items():
             result = measured(options, way, seed)
             if result is not None:
-                losses.append(result["loss"])
+                losses[seed] = result["loss"]
                 print(f"  {way}, seed {seed}: {result['loss']:.4f}", flush=True)
     made = figures(found, options.data.name)
     print(table(made) if made else "nothing is there yet")

@@ -21,10 +21,14 @@ def test_the_control_differs_from_the_first_way_in_its_order_alone() -> None:
 
 
 def test_losses_stand_beside_those_without_a_curriculum() -> None:
-    found = figures({"none": [0.5, 0.7], "length": [0.6, 0.9], "loss": []}, "tiny")
+    found = figures(
+        {"none": {0: 0.5, 1: 0.7}, "length": {0: 0.6, 1: 0.9}, "rarity": {1: 0.7}, "loss": {}},
+        "tiny",
+    )
     assert [(row["setting"], row["ratio"]) for row in found] == [
         ("none", 1.0),
         ("length", pytest.approx(1.25)),
+        ("rarity", 1.0),  # beside the same seed
     ]
-    assert table(found).splitlines()[-1] == "| length | 0.6000, 0.9000 | 0.7500 | 1.250 |"
-    assert figures({"length": [0.6]}, "tiny")[0]["ratio"] is None
+    assert table(found).splitlines()[3] == "| length | 0.6000 (0), 0.9000 (1) | 0.7500 | 1.250 |"
+    assert figures({"length": {0: 0.6}}, "tiny")[0]["ratio"] is None
