@@ -35,6 +35,7 @@ from afina.train.validate import mean_loss
 from afina.tree import Seams, Technique
 from afina.types import Row
 from tests.tiny import byte_tokenizer, tiny_gpt2, tiny_llama
+from tests.train import test_classes as classifiers
 from tests.train.kit import Stop, edited, ragged_rows, same, stop_after, weights
 from tests.train.test_resume import Listen
 
@@ -240,6 +241,15 @@ def test_a_row_costs_what_it_costs_alone(
             assert loss == pytest.approx(alone, rel=1e-5)
     assert found[:2] == pytest.approx(found[-2:], rel=1e-12)
     assert found[9:11] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["bert", "tags"])
+def test_a_row_with_classes_costs_what_it_costs_alone(kind: str) -> None:
+    model, rows = classifiers.build(kind), classifiers.rows_of(kind)
+    passes = Passes(model, False, False, 257, None)
+    alone = [mean_loss(model, [[row]], passes) for row in rows]
+    assert row_losses(passes, rows) == pytest.approx(alone, rel=1e-5)
+    assert len({round(loss, 6) for loss in alone}) > 1
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
