@@ -15,7 +15,9 @@ def long_system() -> str:
         SYSTEM,
         "You run a house. You hear one request at a time, in English or in Portuguese, and answer with a JSON object "
         "on one line and nothing else: its first key is `call`, the others are the call's values, in English whatever "
-        "the language of the request. Values are copied from the request and never guessed.",
+        "the language of the request. Values are copied from the request and never guessed. Times are written with "
+        "hours and minutes, numbers as digits, names as they are spelt in the request. Where a request asks for two "
+        "things, the first of them counts; where it leaves a value out, the call has none.",
         "The calls that you know, each with a request for it:",
     ]
     for call in CALLS:

@@ -215,9 +215,9 @@ class SideBySide:
 
     @cached_property
     def others(self) -> dict[str, Other]:
-        """The further tools that are installed, by key."""
-        folder = peers_folder(self.options)
-        return {each.key: each for each in OTHERS if version_of(each, folder) is not None}
+        """The further tools that are installed, by key; where nothing is run, all of them."""
+        folder, cached = peers_folder(self.options), self.options.cached
+        return {each.key: each for each in OTHERS if cached or version_of(each, folder) is not None}
 
     @cached_property
     def versions(self) -> dict[str, str]:
@@ -258,14 +258,16 @@ class SideBySide:
         peers = {"usual": PEER, "expert": PEER, **{k: each.name for k, each in self.others.items()}}
         for setting, peer in peers.items():
             theirs = found.get(setting, [])
+            if setting in self.others and not theirs:
+                continue
             for at, (metric, unit) in enumerate((("speed", "tokens/s"), ("peak memory", "GiB"))):
                 values = [[each[at] for each in side] for side in (ours, theirs)]
-                yield self.figure(setting, metric, unit, *map(_median, values), peer)
+                yield self.figure(setting, metric, unit, *map(_median, values), peer=peer)
                 yield self.figure(
-                    setting, f"{metric}, lowest window", unit, *map(_least, values), peer
+                    setting, f"{metric}, lowest window", unit, *map(_least, values), peer=peer
                 )
                 yield self.figure(
-                    setting, f"{metric}, highest window", unit, *map(_most, values), peer
+                    setting, f"{metric}, highest window", unit, *map(_most, values), peer=peer
                 )
 
     def window_job(self, variant: Variant, window: int) -> Job:
@@ -399,6 +401,7 @@ class SideBySide:
         unit: str,
         ours: float | None,
         theirs: float | None,
+        *,
         peer: str = PEER,
     ) -> Figure:
         """A figure of this bench."""
