@@ -183,8 +183,8 @@ class TrainSettings(Settings):
     def _schedule_by_what(self) -> TrainSettings:
         if self.schedule_by == "tokens" and self.schedule == "constant":
             raise ValueError(
-                "schedule_by: tokens would do nothing, for a constant rate does not fall: leave schedule_by out, or set "
-                "schedule to linear or cosine"
+                "schedule_by: tokens would do nothing, for a constant rate does not fall: leave schedule_by out, or "
+                "set schedule to linear or cosine"
             )
         return self
 
