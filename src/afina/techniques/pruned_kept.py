@@ -108,12 +108,11 @@ class Kept:
         if isinstance(value, prefix.Prefix):
             # A call of some of its tokens is not one whose cache forgot the others.
             return replace(value, seen=0)
-        if not isinstance(value, Tensor | tuple | Context):
+        if not _is_made(value):
             return value
-        given: Any = value
-        if id(given) not in self.made:
-            self.made[id(given)] = (given, self._shorten(base, name, given))
-        return self.made[id(given)][1]
+        if id(value) not in self.made:
+            self.made[id(value)] = (value, self._shorten(base, name, value))
+        return self.made[id(value)][1]
 
     def _shorten(self, base: nn.Module, name: str, value: Any) -> Any:
         if isinstance(value, Context):
@@ -168,6 +167,11 @@ class Kept:
             return (small & ~hidden) | own
         least = torch.finfo(small.dtype).min
         return small.masked_fill(hidden, least).masked_fill(own, 0.0)
+
+
+def _is_made(value: Any) -> bool:
+    """Whether something may hold a number a token."""
+    return isinstance(value, Tensor | tuple | Context)
 
 
 # --- a block's call --------------------------------------------------------------------------------------------------
