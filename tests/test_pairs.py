@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -26,7 +27,7 @@ SMALL |= {
 SMALL |= {key: TECHNIQUES[key]() for key in battery.WITHOUT_ROWS if key not in SMALL}
 
 
-def values(pair: tuple[str, str]) -> list[Technique]:
+def values(pair: Sequence[str]) -> list[Technique]:
     """Those of a pair; of two that train nothing, with what trains beside them."""
     trains = not set(pair).issubset(battery.WITHOUT_ROWS)
     return [SMALL[key] for key in pair] + ([] if trains else [SMALL["lora"]])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from afina.ops.loss import linear_cross_entropy
 from afina.ops.reference import token_losses
 from afina.types import IGNORE
+from tests.ops.test_tiles_memory import Ledger
 
 
 def draw(
@@ -102,6 +104,60 @@ def test_an_ignored_position_has_no_loss_and_no_gradient() -> None:
     assert losses[0] == 0
     assert torch.equal(hidden.grad[0], torch.zeros(4, dtype=torch.float64))
     assert bool((hidden.grad[1] != 0).all())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_equals_torchs_own_with_a_piece_that_is_ignored_whole(trains: bool) -> None:
+    """X1 of the known checks: fp64, 1e-12, and a vocabulary that no piece divides."""
+    hidden, weight, _, targets = draw(14, 5, 19)
+    targets[4:8] = IGNORE  # the second of the pieces of four
+    found: list[list[Tensor]] = []
+    for fast in (True, False):
+        h, w = hidden.clone().requires_grad_(True), weight.clone().requires_grad_(trains)
+        if fast:
+            losses = linear_cross_entropy(h, w, targets, piece_bytes=4 * 19 * 8 + 5)
+        else:
+            losses = F.cross_entropy(h @ w.t(), targets, ignore_index=IGNORE, reduction="none")
+        losses.sum().backward()
+        grads = [leaf.grad for leaf in (h, w) if leaf.grad is not None]
+        found.append([losses.detach(), *grads])
+    assert len(found[0]) == 2 + trains
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    assert not found[0][1][4:8].any()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_comes_from_above_scales_the_gradient(trains: bool) -> None:
+    """X3: half of the loss has half of its gradient, though that of a frozen head is made before it is known."""
+    hidden, weight, _, targets = draw(9, 4, 11)
+    found: dict[float, list[Tensor]] = {}
+    for above in (1.0, 0.5):
+        h, w = hidden.clone().requires_grad_(True), weight.clone().requires_grad_(trains)
+        losses = linear_cross_entropy(h, w, targets, piece_bytes=300)
+        losses.sum().backward(torch.tensor(above, dtype=torch.float64))
+        found[above] = [leaf.grad for leaf in (h, w) if leaf.grad is not None]
+    assert len(found[1.0]) == 1 + trains
+    for whole, half in zip(found[1.0], found[0.5], strict=True):
+        assert torch.equal(whole / 2, half)
+
+
+def test_the_most_that_is_held_is_less_than_a_quarter_of_the_usual() -> None:
+    """X2: at a vocabulary of 32,768, with pieces of the size that they have."""
+    hidden, weight, _, targets = draw(1024, 2, 32768, dtype=torch.float32)
+    most: list[int] = []
+    for fast in (True, False):
+        h, w = hidden.clone().requires_grad_(True), weight.clone().requires_grad_(True)
+        with Ledger() as ledger:
+            losses = (
+                linear_cross_entropy(h, w, targets)
+                if fast
+                else F.cross_entropy(h @ w.t(), targets, ignore_index=IGNORE, reduction="none")
+            )
+            losses.sum().backward()
+        most.append(ledger.most)
+    assert most[0] < most[1] / 4
+    assert most[1] > 2 * 1024 * 32768 * 4  # the control: logits and their gradient are seen
 
 
 class Widest(TorchDispatchMode):
