@@ -29,12 +29,14 @@ from afina.table import CLASHES, ORDER, TECHNIQUES
 from afina.tree import Technique
 
 SECTION = "Techniques"
+PAIRS = "techniques/pairs.md"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the pages to their section of the navigation, in the order of the table."""
     for entry in config.nav or []:
         if isinstance(entry, dict) and SECTION in entry:
+            entry[SECTION].append({"Which go together": PAIRS})
             entry[SECTION].extend({cls.__name__: address(key)} for key, cls in TECHNIQUES.items())
     return config
 
@@ -44,6 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for key in TECHNIQUES:
         files.append(File.generated(config, address(key), content=page(key)))
     files.append(File.generated(config, "techniques/index.md", content=index()))
+    files.append(File.generated(config, PAIRS, content=pairs()))
     return files
 
 
@@ -109,8 +112,51 @@ def index() -> str:
         "",
         f"Whatever the order in which they are given, they act in this one: {acting}.",
         "",
+        "[Which go together](pairs.md) has every pair of them.",
+        "",
     ]
     return "\n".join(lines)
+
+
+def pairs() -> str:
+    """The page that has every pair: whether it works, and why not."""
+    numbers = {key: number for number, key in enumerate(ORDER, 1)}
+    lines = [
+        "# Which go together",
+        "",
+        "Every pair with a tick is tried by a test: it trains five steps with finite losses, goes on bit for bit when "
+        "it is stopped in between, is saved and loaded, and is undone bit for bit. Where one of the two starts as the "
+        "base, the other's gradients are those that it has alone. Crossed pairs are refused before anything is loaded, "
+        "with the reason. Three go together where each two of them do, which is tried on some.",
+        "",
+        f"| | {' | '.join(map(str, numbers.values()))} |",
+        f"|---|{':-:|' * len(ORDER)}",
+    ]
+    for row in ORDER:
+        cells = ["" if row == column else cell(row, column) for column in ORDER]
+        lines.append(f"| {numbers[row]} [`{row}`]({row}.md) | {' | '.join(cells)} |")
+    lines += ["", "## Refused", ""]
+    for (one, other), why in CLASHES.items():
+        lines += [
+            f"### {one} and {other} {{#{one}-{other}}}",
+            "",
+            f"{why[:1].upper()}{why[1:]}.",
+            "",
+        ]
+    lines += [
+        "## By a value",
+        "",
+        "Some refusals are of values and not of techniques, and name the setting: `train.step_in_backward` beside what "
+        "looks at all gradients (`adalora`, `gradient_noise`), or tensors that would be saved nowhere.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def cell(row: str, column: str) -> str:
+    """What the table says of a pair: ✓, or ✗ with a link to the reason."""
+    first, second = sorted((row, column), key=ORDER.index)
+    return f"[✗](#{first}-{second})" if (first, second) in CLASHES else "✓"
 
 
 def page(key: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from afina.table import CLASHES, TECHNIQUES
+from afina.table import CLASHES, ORDER, TECHNIQUES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -57,6 +57,22 @@ def test_clashes_are_told_on_both_pages(generator: ModuleType) -> None:
     for (first, second), why in CLASHES.items():
         assert f"[`{second}`]({second}.md): {why}" in generator.page(first)
         assert f"[`{first}`]({first}.md): {why}" in generator.page(second)
+
+
+def test_the_page_of_pairs_has_each_once_on_either_side(generator: ModuleType) -> None:
+    page = generator.pairs()
+    rows = re.findall(r"^\| \d+ \[`(\w+)`\]\(\1\.md\) \| (.*) \|$", page, flags=re.MULTILINE)
+    assert [key for key, _ in rows] == list(ORDER)
+    cells = {key: line.split(" | ") for key, line in rows}
+    assert all(len(line) == len(ORDER) for line in cells.values())
+    for place, row in enumerate(ORDER):
+        assert cells[row][place] == ""
+        for other in range(place + 1, len(ORDER)):
+            pair = (row, ORDER[other])
+            wanted = f"[✗](#{row}-{ORDER[other]})" if pair in CLASHES else "✓"
+            assert cells[row][other] == cells[ORDER[other]][place] == wanted
+    for (one, other), why in CLASHES.items():
+        assert f"{{#{one}-{other}}}\n\n{why[:1].upper()}{why[1:]}.\n" in page
 
 
 def test_the_index_links_every_technique(generator: ModuleType) -> None:

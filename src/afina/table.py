@@ -101,6 +101,26 @@ CLASHES: dict[tuple[str, str], str] = {
     "use one of them",
     ("full", "ia3"): "a weight that trains itself needs no factors beside it; "
     "to train some modules whole beside IA3, set ia3.modules_to_save",
+    (
+        "full",
+        "bottleneck",
+    ): "a model that trains itself is saved as Transformers knows it, which has no "
+    "place for adapters; to train some modules whole beside them, set bottleneck.modules_to_save",
+    (
+        "full",
+        "prefix",
+    ): "a model that trains itself is saved as Transformers knows it, which has no "
+    "place for a prefix; to train some modules whole beside it, set prefix.modules_to_save",
+    (
+        "full",
+        "prompt",
+    ): "a model that trains itself is saved as Transformers knows it, which has no "
+    "place for a prompt; to train some modules whole beside it, set prompt.modules_to_save",
+    (
+        "full",
+        "p_tuning",
+    ): "a model that trains itself is saved as Transformers knows it, which has no "
+    "place for a prompt; to train some modules whole beside it, set p_tuning.modules_to_save",
     ("prefix", "prompt"): "both want the places in front of a row; raise tokens of one of them",
     ("prefix", "p_tuning"): "both want the places in front of a row; raise tokens of one of them",
     ("prompt", "p_tuning"): "both put vectors in front of a row, and which come first is not said; "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertForSequenceClassification
 
 import afina
 from afina.config import TrainSettings
@@ -15,6 +16,7 @@ from afina.reports.check import check
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
+from afina.techniques.token_pruning import TokenPruning
 from afina.train import fit
 from afina.train.fit import refuse_idle_settings
 from afina.train.options import RunOptions
@@ -156,3 +158,23 @@ def test_what_a_run_is_made_from_is_not_in_its_folder_from_python_either(tmp_pat
         with pytest.raises(RunError, match=named):
             train(**given, **again)
     assert (first.weights / "model.safetensors").exists()
+
+
+def test_what_trains_beside_a_model_that_is_saved_as_itself_is_refused_instead_of_lost() -> None:
+    model: Any = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_labels=3,
+            num_attention_heads=2, max_position_embeddings=32,
+        )
+    )  # fmt: skip
+    edit = apply(model, [Full(), TokenPruning(score="learned")])
+    with pytest.raises(RunError) as caught:
+        fit.refuse_unfit(model, edit)
+    assert "no place for what trains beside it" in str(caught.value)
+    assert "token_pruning.threshold" in str(caught.value)
+    edit.undo()
+    # The control: LoRA's folder has a place for the thresholds, and a model alone loses nothing.
+    for techniques in ([LoRA(rank=2), TokenPruning(score="learned")], [Full()]):
+        edit = apply(model, techniques)
+        fit.refuse_unfit(model, edit)
+        edit.undo()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from afina import seams
+from afina.adapters.contents import is_adapter
 from afina.config import TrainSettings
 from afina.errors import ConfigError, DataError, ModelError, RunError, TechniqueError
 from afina.models.precision import DTYPES
@@ -79,6 +80,22 @@ def refuse_unfit(model: nn.Module, edit: Edit) -> None:
             cure=_beside(edit)
             if edit.techniques
             else "apply a technique first: afina.apply(model, [...])",
+        )
+    _refuse_lost(edit)
+
+
+def _refuse_lost(edit: Edit) -> None:
+    """Raises where a technique would train tensors that are saved nowhere: beside a model that is saved as itself."""
+    if is_adapter(edit):
+        return
+    kept = {*edit.in_place, *edit.aiding()}
+    lost = [name for name in edit.trainable() if name not in kept]
+    if lost:
+        raise RunError(
+            "the model trains itself and is saved as Transformers knows it, which has no place for what trains "
+            "beside it",
+            got=f"{', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}",
+            cure="leave full out, or the technique that these are of",
         )
 
 
