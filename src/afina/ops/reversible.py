@@ -388,6 +388,16 @@ class Again:
         return said
 
 
+def other_shape(name: str, wanted: object, got: object) -> RunError:
+    """The error where tokens come or go between blocks."""
+    return RunError(
+        f"reversible: at {name} there are other tokens than before, and sums need the same ones",
+        got=got,
+        wanted=wanted,
+        cure="with token_pruning set its dropped to restore, where tokens pass blocks by; else leave reversible out",
+    )
+
+
 def first_of(said: Any) -> Tensor:
     """The states among what a block says."""
     return cast("tuple[Tensor, ...]", said)[0] if isinstance(said, tuple) else said
@@ -419,7 +429,7 @@ class Front:
             step_of: number -> step.
 
         Raises:
-            RunError: states are too large for the grid.
+            RunError: states are too large for the grid, or of another shape.
         """
         step = step_of(self._number)
         given = self._cur.to(self.way.grid.blocks)
@@ -430,6 +440,8 @@ class Front:
         else:
             said = call(given)
         y = first_of(said)
+        if y.shape != given.shape:
+            raise other_shape(step.name, tuple(given.shape), tuple(y.shape))
         after: Tensor = cast("Any", Follow).apply(self._past, self._cur, y, self.way, step, call)
         self._past, self._cur, self._number = self._cur, after, self._number + 1
         self.way.note(self._number, after, step.name)

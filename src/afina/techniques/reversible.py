@@ -7,8 +7,8 @@
 
 A plain block says x + h(x), and nobody can tell x from that. BDIA mixes in a little of the state before, from which
 that state then comes back, bit for bit, if the m binary digits that multiplying by g loses are kept beside: m bits a
-number and block, where recomputation (`train.recompute`) keeps 16 or 32. The sign of g is drawn anew for each row (or
-step) and block. With g = 0 this is the plain model, and so the model is evaluated, merged and asked: the mixing is
+number and block, where recomputation (`train.recompute`) keeps 16 or 32. The sign of g is drawn anew for each step (or
+row) and block. With g = 0 this is the plain model, and so the model is evaluated, merged and asked: the mixing is
 there in training alone. What it costs at the start is measured when a run begins, and said. In the first blocks large
 states form, so they are left as they are.
 
@@ -63,7 +63,7 @@ class Reversible(Technique):
         "evaluation too); auto is additive for a model that was trained so, and else bdia",
     )
     bits: int = Field(
-        default=4,
+        default=6,
         ge=1,
         le=8,
         description="bdia: m side bits a number; g is ±2^-m, so more is nearer to the plain model",
@@ -75,9 +75,9 @@ class Reversible(Technique):
         "blocks; one at least) and 0 for additive",
     )
     signs: Literal["row", "step"] = Field(
-        default="row",
-        description="bdia: the sign of g is drawn for each row and step, or for each step; only with step can rows "
-        "share their beginnings",
+        default="step",
+        description="bdia: the sign of g is drawn for each step, or for each row and step as in the paper; with row, "
+        "rows cannot share their beginnings",
     )
     seed: int = Field(default=0, ge=0, description="bdia: of the signs")
     stream: Literal["fp64", "fp32"] = Field(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.errors import TechniqueError
-from afina.ops.reversible import Front, Grid, Step, Way
+from afina.ops.reversible import Front, Grid, Step, Way, other_shape
 from afina.techniques.reversible_halves import Halves
 from afina.tree import Around, seed_of
 from afina.types import Context
@@ -115,6 +115,9 @@ class Pass:
         context = kwargs.get("afina_context")
         if isinstance(context, Context):
             places = context.segments_BT.clamp(min=0)[..., None]
+            if places.shape[1] != hidden.shape[1]:
+                here = (*context.segments_BT.shape, hidden.shape[-1])
+                raise other_shape(self.shape.names[0], here, tuple(hidden.shape))
         else:
             places = torch.arange(hidden.shape[0], device=hidden.device).view(-1, 1, 1)
         count = int(places.max()) + 1
