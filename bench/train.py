@@ -4,10 +4,12 @@
     python bench/train.py --data FOLDER --json train.json  # everything; may be stopped, and a rerun continues
     python bench/train.py --only quality --tool afina --seed 0     # one piece
     python bench/train.py --cached --json train.json       # run nothing: the figures that are there
+    python bench/train.py --only windows --data snips --data gsm8k --prompted       # several works
 
-FOLDER holds `train.jsonl` and `test.jsonl`; without `--data` the demo's generated requests are used. Both tools read
-the same token ids and labels, take the same rows in every step, and train rank 16, alpha 32 on all linears in batches
-of 16 at a learning rate of 1e-3 that falls linearly to 0.
+FOLDER holds `train.jsonl` and `test.jsonl`; without `--data` the demo's generated requests are used. `--prompted` has
+each work a second time, its rows under one system prompt of about 300 tokens. All tools read the same token ids and
+labels, take the same rows in every step, and train rank 16, alpha 32 on all linears in batches of 16 at a learning rate
+of 1e-3 that falls linearly to 0.
 
 Speed (real tokens a second; padding is not counted) and peak memory are medians of five windows of 20 steps after 3
 that are not counted, each in a fresh process, the tools in turn. Quality is of full runs, one a seed: training loss
@@ -19,6 +21,9 @@ where bf16 is several times slower), PEFT's default fp32 adapter weights, sdpa a
 adapter weights in the base's format, eager attention, blocks compiled, batches grouped by length and padded to
 multiples of 32, freed memory kept by the process. Quality runs keep the batches equal instead of grouping them, and
 accumulate the gradient over micro-batches, which changes memory and speed but not what is computed.
+
+TRL and LLaMA-Factory stand beside too, near their defaults, where they are installed: each in an environment of its own
+in WORK/peers (`--peers`). For one that is not there the line that installs it is printed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,18 @@ from afina.data.order import order
 from bench.kit.jobs import Job, read_job, write_job
 from bench.kit.ours import arranged
 from bench.kit.peer import step_order
-from bench.kit.rows import Rows, make_rows, read_rows, sequence, trained_tokens, write_rows
+from bench.kit.peers import OTHERS, how_to_install, version_of
+from bench.kit.pieces import MODULES
+from bench.kit.prompts import long_system
+from bench.kit.rows import (
+    Rows,
+    make_rows,
+    read_rows,
+    sequence,
+    shared_share,
+    trained_tokens,
+    write_rows,
+)
 
 ROWS = Rows(
     "tiny",
@@ -124,3 +135,49 @@ def test_rows_of_a_folder_are_shuffled_cut_and_masked(tmp_path: Path) -> None:
     assert [row["reference"] for row in made.test] == ["c0", "c1"]
     assert tokenizer.decode(made.test[1]["ids"]).endswith("p1<|im_end|>\n<|im_start|>assistant\n")
     assert made.work == tmp_path.name
+
+
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("question", "answer"), None])
+def test_a_system_prompt_stands_before_rows_of_every_form(
+    tmp_path: Path, names: tuple[str, str] | None
+) -> None:
+    import json
+
+    from tests.tiny import byte_tokenizer
+
+    def line(number: int) -> dict[str, object]:
+        if names is not None:
+            return dict(zip(names, (f"p{number}", f"c{number}"), strict=True))
+        roles = ("system", "user", "assistant")
+        texts = ("its own", f"p{number}", f"c{number}")
+        said = [{"role": r, "content": c} for r, c in zip(roles, texts, strict=True)]
+        return {"messages": said}
+
+    for name in ("train", "test"):
+        text = "\n".join(json.dumps(line(number)) for number in range(4))
+        (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
+    tokenizer = byte_tokenizer()
+    plain, made = (make_rows(tmp_path, tokenizer, 4, 1, system) for system in (None, "be brief"))
+    assert (plain.work, made.work) == (tmp_path.name, f"{tmp_path.name}, prompted")
+    for one, other in zip(plain.train, made.train, strict=True):
+        said = tokenizer.decode(other[0])
+        assert said.count("be brief") == said.count("<|im_start|>system") == 1
+        assert "its own" not in said
+        assert "be brief" not in tokenizer.decode(one[0])
+        assert [x for x in one[1] if x != -100] == [x for x in other[1] if x != -100]
+    assert made.test[0]["reference"] == plain.test[0]["reference"] == "c0"
+
+
+def test_what_rows_begin_with_in_common_is_left_once() -> None:
+    same = list(range(40))
+    rows = Rows("alike", [([*same, 50 + n], [-100] * 40 + [50 + n]) for n in range(4)], [])
+    assert shared_share(rows, batch=4, steps=1) == (40 + 4) / (4 * 41)
+    assert shared_share(rows, batch=1, steps=4) == 1.0
+    assert long_system() == long_system()
+
+
+def test_a_tool_that_is_not_installed_says_how_to_install_it(tmp_path: Path) -> None:
+    for other in OTHERS:
+        assert version_of(other, tmp_path) is None
+        assert f"{tmp_path / other.key}/bin/pip install" in how_to_install(other, tmp_path)
+        assert other.key in MODULES
