@@ -1,9 +1,9 @@
 """Every technique of the table in compiled blocks: the losses and gradients of plain ones, within rounding.
 
-The blocks are traced, their graphs made for forward and backward, guarded and called as in a run; only the last stage,
-which writes C++ for a graph, is left out (AFINA_INDUCTOR=1 puts it in, at another half minute a case): what it computes does
-not depend on the technique, and `tests/train/test_tuning.py` goes through it. Two windows of rows of other lengths go
-through each, so that a graph made for one length serves the other.
+The blocks are traced, their graphs made for forward and backward, guarded and called as in a run. Only the last stage,
+which writes C++ for a graph, is left out (AFINA_INDUCTOR=1 puts it in, at another half minute a case): what it computes
+does not depend on the technique, and `tests/train/test_tuning.py` goes through it. Two windows of rows of other lengths
+go through each, so that a graph made for one length serves the other.
 """
 
 from __future__ import annotations

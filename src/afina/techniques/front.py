@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from afina.errors import TechniqueError, counted
 from afina.seams.whole import positions
-from afina.techniques.front_calls import InFront
+from afina.techniques.front_calls import FrontCalls
 from afina.techniques.maps import Beside
 from afina.tree import Delta, seed_of
 
@@ -192,7 +192,7 @@ class FrontDelta(Delta):
 
     def hooks(self, module: nn.Module, key: str) -> list[RemovableHandle]:
         """Acts before and after the trunk `module`."""
-        front = InFront(key)
+        front = FrontCalls(key)
         return [
             module.register_forward_pre_hook(front.before, with_kwargs=True),
             module.register_forward_hook(front.after, with_kwargs=True),

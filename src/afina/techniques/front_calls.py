@@ -1,6 +1,6 @@
 """Places in front of a trunk's rows: put into what it is called with, and taken out of what it gives.
 
-A call of the trunk has mask, positions, types and a cache, each of which must come to know the places (`InFront`); the
+A call of the trunk has mask, positions, types and a cache, each of which must come to know the places (`FrontCalls`); the
 values at the places are the child's matter (`front.FrontDelta`).
 """
 
@@ -17,7 +17,7 @@ from afina import seams
 from afina.errors import ModelError
 
 
-class InFront:
+class FrontCalls:
     """Puts the places into what the trunk is called with, and takes them out of what it gives.
 
     Looks the child up in the module it is given, so that a deep copy uses its own child.
