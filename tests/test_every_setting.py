@@ -163,7 +163,7 @@ TECHNIQUE: dict[str, dict[str, Any]] = {
     },
     "gradient_noise": {"eta": 0.3, "gamma": 1.0, "mode": "absolute"},
     "reversible": {
-        "form": "additive", "bits": 6, "plain": 1, "signs": "step", "seed": 1, "stream": "fp32", "grid": 5,
+        "form": "additive", "bits": 4, "plain": 1, "signs": "row", "seed": 2, "stream": "fp32", "grid": 5,
     },
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ def test_bdia_is_the_reference_for_every_parameter(name: str, within: float, bit
     model = deep(name)
     with torch.no_grad():
         calls, _, _, _ = entered(model)
-    edit = on(model, Full(), form="bdia", plain=2, bits=bits)
+    edit = on(model, Full(), form="bdia", plain=2, bits=bits, signs="row")
     fast = model(input_ids=battery.IDS, use_cache=False).logits
     with pass_of(edit).off():
         calls, _, x, _ = entered(model)

@@ -19,12 +19,14 @@ from afina.table import apply, restore
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.techniques.reversible import Reversible, pass_of
+from afina.techniques.token_pruning import TokenPruning
 from afina.train.metrics import read_metrics
 from afina.train.options import RunOptions
 from afina.train.report import Silent
 from afina.train.run import train
 from afina.tree import Edit, Seams, Technique
 from tests import battery
+from tests.techniques.test_reversible import remembered
 from tests.tiny import byte_tokenizer, tiny_llama
 from tests.train.kit import (
     Stop,
@@ -37,7 +39,7 @@ from tests.train.kit import (
     work_of,
 )
 
-REVERSIBLE = Reversible(plain=1, check="always")
+REVERSIBLE = Reversible(plain=1, check="always", signs="row")
 
 
 class Listen(Silent):
@@ -115,6 +117,37 @@ def test_rows_share_their_beginnings_only_with_one_sign_for_all() -> None:
     assert largest_difference(shared, apart) < 1e-5
 
 
+@pytest.mark.parametrize("score", ["random", "predictor", "loss"])
+def test_pruned_blocks_run_reversibly_on_the_tokens_that_they_keep(
+    score: Any, monkeypatch: Any
+) -> None:
+    edit = started(LoRA(rank=3), TokenPruning(keep=0.5, score=score), REVERSIBLE)
+    edit.model.train()
+    seams, rows = edit.seams(4), ragged_rows(5)
+    gradients(edit, rows, seams=seams)
+    for after in seams.after_step:  # thresholds and losses are those of a step before
+        after(0)
+    loss, found = gradients(edit, rows, seams=seams)
+    with remembered(monkeypatch):
+        true = gradients(edit, rows, seams=seams)
+    assert loss == true[0]
+    assert largest_difference(found, true[1]) == 0
+    whole = started(LoRA(rank=3), REVERSIBLE)
+    whole.model.train()
+    assert loss != gradients(whole, rows, seams=whole.seams(4))[0]
+
+
+@pytest.mark.parametrize("plain", [1, 3])
+@pytest.mark.parametrize("packed", [True, False])
+def test_tokens_that_stay_out_are_refused(plain: int, packed: bool) -> None:
+    pruning = TokenPruning(keep=0.5, score="random", dropped="cut")
+    edit = started(LoRA(rank=3), pruning, Reversible(plain=plain, signs="row"))
+    edit.model.train()
+    with pytest.raises(RunError, match="other tokens than before") as caught:
+        gradients(edit, ragged_rows(5), seams=edit.seams(4), packed=packed)
+    assert "set its dropped to restore" in str(caught.value.cure)
+
+
 def test_each_step_draws_its_own_signs() -> None:
     edit = started(LoRA(rank=3), REVERSIBLE)
     edit.model.train()
@@ -163,7 +196,7 @@ def test_the_first_lines_say_what_it_costs_at_the_start(tmp_path: Path) -> None:
     # The plain loss is the plain run's own first loss.
     bare = run(tmp_path / "plain", LoRA(rank=2), rows_per_step=4)
     assert read_metrics(bare.folder)[0]["loss"] == pytest.approx(plain, abs=2e-3)
-    assert heard.heard("4 side bits a number; the first 1 left plain")
+    assert heard.heard("6 side bits a number; the first 1 left plain")
     loud = Listen()
     run(tmp_path / "additive", Full(), Reversible(form="additive"), options={"reporter": loud})
     assert loud.heard("another function than the plain model")
