@@ -23,6 +23,15 @@ BY_LATER = (
 )
 
 
+OF_ONE_SCORE = {
+    "random": ("granularity",),
+    "predictor": ("predictor_width",),
+    "loss": ("loss_decay", "loss_start"),
+    "learned": ("temperature", "threshold_start", "penalty"),
+}
+"""Settings that only one score reads."""
+
+
 def is_causal(model: nn.Module, key: str) -> bool:
     """Whether a token sees no later one.
 
@@ -106,11 +115,23 @@ def _refuse(model: nn.Module, settings: TokenPruning, score: str) -> None:
             got=type(model).__name__,
             cure=f"leave {key}.score out: then a predictor chooses",
         )
-    if settings.granularity > 1 and score != "random":
+    idle = [
+        name
+        for other, names in OF_ONE_SCORE.items()
+        for name in names
+        if other != score and getattr(settings, name) != type(settings).model_fields[name].default
+    ]
+    if idle:
         raise TechniqueError(
-            f"{key}.granularity would do nothing: {score} keeps each token by its own score, and not so many of a row",
-            got=settings.granularity,
-            cure=f"leave it out, or set {key}.score=random",
+            f"{' and '.join(f'{key}.{name}' for name in idle)} would do nothing: the score is {score}",
+            got=", ".join(f"{name} = {getattr(settings, name)}" for name in idle),
+            cure="leave it out, or choose by the score that reads it",
+        )
+    if settings.ramp_from != 1 and not settings.ramp:
+        raise TechniqueError(
+            f"{key}.ramp_from would do nothing: there is no ramp",
+            got=settings.ramp_from,
+            cure=f"say over which share of the run: {key}.ramp=0.5",
         )
     if not seams.supports_rows(model):
         raise TechniqueError(

@@ -209,10 +209,10 @@ class Entry(Delta):
         """The pass of a call; None where nothing is pruned in it.
 
         Raises:
-            ModelError: the call goes on from a cache.
+            ModelError: the call has a cache.
         """
         told, self.told = self.told, None
-        _refuse_going_on(named)
+        _refuse_cache(named)
         # What is cut off has no loss, and outside of a run nobody says which tokens have one.
         line = None if self.cuts and told is None else _line(module, named, told)
         if line is None:
@@ -233,12 +233,11 @@ class Entry(Delta):
         return Pass(line, stays_L & line.real_L, share, step, told is not None, hard_L)
 
 
-def _refuse_going_on(named: dict[str, Any]) -> None:
-    cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
-    if cache is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length():
+def _refuse_cache(named: dict[str, Any]) -> None:
+    if any(named.get(name) is not None for name in CACHES):
         raise ModelError(
-            "a model that prunes tokens in training cannot go on from a cache: what it dropped is not in it",
-            got="a call in training mode with a filled cache",
+            "a model that prunes tokens in training has no use for a cache: what it drops is not in it",
+            got="a call in training mode with a cache",
             cure="model.eval() first: a decoder that is asked runs whole",
         )
 
@@ -308,17 +307,17 @@ class _Begins:
 
 
 class _Ends:
-    """Looks whether the pass has reached every block that prunes."""
+    """Looks whether the pass has reached every block that prunes, and gives out no cache of some of the tokens."""
 
     def __init__(self, key: str) -> None:
         self.key = key
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    ) -> Any:
         begun: Pass | None = kwargs.get(KEYWORD)
         if begun is None:
-            return
+            return output
         missing = sorted(set(getattr(module, self.key).blocks) - begun.reached)
         if missing:
             raise ModelError(
@@ -327,3 +326,7 @@ class _Ends:
                 wanted="a model that hands its keywords down",
                 cure="leave token_pruning out",
             )
+        for name in CACHES:
+            if getattr(output, name, None) is not None:
+                output[name] = None
+        return output
