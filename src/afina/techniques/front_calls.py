@@ -1,7 +1,7 @@
 """Places in front of a trunk's rows: put into what it is called with, and taken out of what it gives.
 
-A call of the trunk has mask, positions, types and a cache, each of which must come to know the places (`FrontCalls`); the
-values at the places are the child's matter (`front.FrontDelta`).
+A call of the trunk has mask, positions, types and a cache, each of which must come to know the places (`FrontCalls`);
+the values at the places are the child's matter (`front.FrontDelta`).
 """
 
 from __future__ import annotations
