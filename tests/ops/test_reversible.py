@@ -11,19 +11,8 @@ from torch import Tensor, nn
 
 from afina.errors import RunError
 from afina.ops import reference
-from afina.ops.reversible import (
-    Follow,
-    Front,
-    Grid,
-    Step,
-    Way,
-    before,
-    following,
-    marks,
-    pack,
-    side_bits,
-    unpack,
-)
+from afina.ops.reversible import Grid, Step, before, following, marks, pack, side_bits, unpack
+from afina.ops.reversible_pass import Follow, Front, Way
 
 F64 = torch.float64
 ROWS, TOKENS, WIDTH = 2, 5, 8

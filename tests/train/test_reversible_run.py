@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -208,7 +208,7 @@ def test_a_loss_that_is_no_number_is_told_as_such_and_may_be_left_out(tmp_path: 
 
     def spoilt(out: str, **settings: Any) -> Any:
         edit = started(LoRA(rank=2), REVERSIBLE)
-        edit.model.model.layers[2].mlp.register_forward_hook(
+        cast("Any", edit.model).model.layers[2].mlp.register_forward_hook(
             lambda module, args, y: y * (torch.nan if now and now[-1] == 1 else 1.0)
         )
         options = RunOptions(reporter=Silent(), base="tiny", seams=Seams(at_step=(now.append,)))

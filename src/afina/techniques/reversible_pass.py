@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from afina.errors import TechniqueError
-from afina.ops.reversible import Front, Grid, Step, Way, other_shape
+from afina.ops.reversible import Grid, Step
+from afina.ops.reversible_pass import Front, Way, other_shape
 from afina.techniques.reversible_halves import Halves
 from afina.tree import Around, seed_of
 from afina.types import Context
