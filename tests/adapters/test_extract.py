@@ -205,8 +205,9 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="no difference in any linear"):
         extract(base, base, tmp_path / "out", settings=rank)
     other = save_model(tmp_path / "other", tiny_llama(hidden_size=16), byte_tokenizer())
-    with pytest.raises(ModelError, match="differ in"):
+    with pytest.raises(ModelError, match="differ in") as caught:
         extract(tuned, other, tmp_path / "out", settings=rank)
+    assert caught.value.cure is None
     run = save_run(tmp_path / "run", base)
     with pytest.raises(AdapterError, match="is an adapter already"):
         extract(run, base, tmp_path / "out", settings=rank)
@@ -217,3 +218,53 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="take the place"):
         extract(tuned, base, base, settings=ExtractSettings(rank=2, overwrite=True))
     assert not (tmp_path / "out").exists()
+
+
+def test_biases_that_the_base_has_not_are_named_and_the_cure_helps(tmp_path: Path) -> None:
+    """Those of a merged BitFit: alone, and beside a change that has factors."""
+    tuned, base = pair(tmp_path, small_llama, "q_proj", rank=2)
+    for start, other in ((base, "bare"), (tuned, "both")):
+        model, tokenizer = afina.load(start, dtype="fp64", device="cpu")
+        edit = afina.apply(model, [afina.BitFit(target=("q_proj", "k_proj", "v_proj", "o_proj"))])
+        with torch.no_grad():
+            for parameter in edit.trainable().values():
+                parameter.fill_(0.5)
+        edit.merge()
+        edit.keep()
+        save_model(tmp_path / other, model, tokenizer)
+        with pytest.raises(AdapterError, match="biases that the base has not") as caught:
+            extract(tmp_path / other, base, tmp_path / "out", settings=FULL)
+        assert "q_proj.bias" in str(caught.value.got)
+        assert "--rest drop" in str(caught.value.cure)
+    drop = ExtractSettings(energy=1, rest="drop")
+    with pytest.raises(AdapterError, match="no difference in any linear") as caught:
+        extract(tmp_path / "bare", base, tmp_path / "out", settings=drop)
+    assert "8 other tensors changed" in str(caught.value.got)
+    made = extract(tmp_path / "both", base, tmp_path / "out", settings=drop)
+    assert {place.name.rpartition(".")[2] for place in made.places} == {"q_proj"}
+    assert any("left out, as asked: 8 tensors" in note for note in made.notes)
+    torch.testing.assert_close(logits(base, made.out), logits(tuned), rtol=1e-4, atol=1e-4)
+
+
+def test_a_classifier_and_a_grown_vocabulary_have_cures_that_help(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, small_llama, "q_proj", rank=2)
+    model, tokenizer = afina.load(
+        tuned, dtype="fp64", device="cpu", task="classification", labels=["a", "b"]
+    )
+    save_model(tmp_path / "classes", model, tokenizer)
+    with pytest.raises(ModelError, match="differ in") as caught:
+        extract(tmp_path / "classes", base, tmp_path / "out", settings=FULL)
+    assert "of two kinds, LlamaForSequenceClassification and LlamaForCausalLM" in str(
+        caught.value.cure
+    )
+    alike, tokenizer = afina.load(
+        base, dtype="fp64", device="cpu", task="classification", labels=["a", "b"]
+    )
+    save_model(tmp_path / "alike", alike, tokenizer)
+    assert extract(tmp_path / "classes", tmp_path / "alike", tmp_path / "out", settings=FULL).places
+    grown = small_llama()
+    grown.resize_token_embeddings(270)
+    save_model(tmp_path / "grown", grown, byte_tokenizer())
+    with pytest.raises(ModelError, match="differ in") as caught:
+        extract(tmp_path / "grown", base, tmp_path / "more", settings=FULL)
+    assert "resize_token_embeddings" in str(caught.value.cure)

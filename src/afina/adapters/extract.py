@@ -27,12 +27,13 @@ from afina.adapters.arithmetic import Place, error_of, kept_of
 from afina.adapters.at_hand import AtHand, open_model
 from afina.adapters.computed import Computed
 from afina.adapters.contents import task_of
+from afina.adapters.extract_alike import listed, refuse_unlike, shapes_of
 from afina.adapters.outputs import MADE_BY, place_of, refuse_out, tokenizer_in
 from afina.adapters.peft_lora import target_modules
 from afina.adapters.products import Product
 from afina.adapters.result import Result
 from afina.adapters.target import resolve_run
-from afina.errors import AdapterError, ModelError, counted
+from afina.errors import AdapterError, counted
 from afina.models.locate import resolve
 from afina.ops import svd
 from afina.problems import Frozen, name_of, of_kind
@@ -40,9 +41,6 @@ from afina.tree import seed_of
 from afina.tree.fold import tied_groups
 
 Progress = Callable[[str, int, int], None]
-
-SHOWN = 6
-"""Tensors that an error lists; it counts the others."""
 
 
 class ExtractSettings(Frozen):
@@ -100,15 +98,17 @@ def extract(
     folders = [resolve(name, token=token, offline=offline) for name in names]
     refuse_out(place, folders, overwrite=settings.overwrite)
     new, old = (open_model(n, f) for n, f in zip(names, folders, strict=True))
-    _refuse_unlike(new, old)
+    added = refuse_unlike(new, old, drops=settings.rest == "drop")
     found = _changed(new, old)
     whole, dropped = _rest(found, new, old, settings)
+    dropped |= {name: float(new.read(name).double().norm()) for name in added}
     sites = [site for site in found.sites if not any(_inside(n, site.name) for n in whole)]
+    others = len(found.rest) + len(added)
     if not sites:
         raise AdapterError(
             "there is no difference in any linear to make factors of",
             got=f"{new.name} and {old.name}"
-            + (f"; {counted(len(found.rest), 'other tensor')} changed" if found.rest else ""),
+            + (f"; {counted(others, 'other tensor')} changed" if others else ""),
             wanted="a model that was trained from this base",
         )
     products: dict[str, Product] = {}
@@ -161,34 +161,6 @@ def _model(given: str | Path, what: str) -> str:
     )
 
 
-def _refuse_unlike(new: AtHand, old: AtHand) -> None:
-    """Raises unless two models have the same tensors, of the same shapes, and files that hold them."""
-    for model in (new, old):
-        if not model.complete:
-            raise ModelError(
-                "the model's files keep its tensors in another form than the model has them",
-                got=model.folder,
-                cure="load it and save it again with model.save_pretrained(folder)",
-            )
-    shapes = [_shapes(model) for model in (new, old)]
-    unlike = [n for n in sorted({*shapes[0], *shapes[1]}) if shapes[0].get(n) != shapes[1].get(n)]
-    if unlike:
-        first = unlike[0]
-        raise ModelError(
-            f"the two models differ in {counted(len(unlike), 'tensor')}, and have no difference",
-            got=f"{first}: {shapes[0].get(first, 'not there')} in {new.name}, "
-            f"{shapes[1].get(first, 'not there')} in {old.name}",
-            wanted="a model and the one that it was trained from",
-            cure="where only the vocabulary grew, give the base as many tokens: "
-            "model.resize_token_embeddings(…), and save it",
-        )
-
-
-def _shapes(model: AtHand) -> dict[str, tuple[int, ...]]:
-    named = model.skeleton.named_parameters(remove_duplicate=False)
-    return {name: tuple(parameter.shape) for name, parameter in named}
-
-
 # --- what changed -------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +180,7 @@ def _changed(new: AtHand, old: AtHand) -> _Changed:
     ties = {name: group for group in tied_groups(new.skeleton) for name in group}
     sites: list[seams.MapSite] = []
     rest: list[str] = []
-    for name, _ in new.skeleton.named_parameters(remove_duplicate=False):
+    for name in shapes_of(old):
         if torch.equal(*_pair(name, new, old)):
             continue
         if name in linears and name not in ties:
@@ -238,7 +210,7 @@ def _rest(
     if settings.rest == "refuse":
         raise AdapterError(
             f"{counted(len(found.rest), 'tensor')} changed that are no weights of linears",
-            got=_listed(found.rest),
+            got=listed(found.rest),
             cure="save them whole beside the factors: --rest save; or leave them out: --rest drop "
             "(in Python rest='save' or 'drop' in the settings)",
         )
@@ -249,7 +221,7 @@ def _rest(
         return {}, {name: float(size) for name, size in sizes.items()}
     ties = {name: group for group in tied_groups(old.skeleton) for name in group}
     modules = {tied.rpartition(".")[0] for name in found.rest for tied in ties.get(name, [name])}
-    every = _shapes(old)
+    every = shapes_of(old)
     whole = {n: new.read(n) for n in every if n.rpartition(".")[0] in modules}
     torn = [
         n for n in whole if any(not torch.equal(whole[n], new.read(t)) for t in ties.get(n, ()))
@@ -257,7 +229,7 @@ def _rest(
     if torn:
         raise AdapterError(
             "one tensor of the base became several that differ, which no adapter says",
-            got=_listed(torn),
+            got=listed(torn),
             cure="untie the base first, and save it, with tie_word_embeddings false in its config.json",
         )
     return whole, {}
@@ -268,16 +240,11 @@ def _inside(name: str, module: str) -> bool:
     return name.rpartition(".")[0] == module
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
 def _said(dropped: Mapping[str, float]) -> list[str]:
     if not dropped:
         return []
     largest = sorted(dropped, key=lambda name: -dropped[name])
-    return [f"left out, as asked: {counted(len(dropped), 'tensor')}: {_listed(largest)}"]
+    return [f"left out, as asked: {counted(len(dropped), 'tensor')}: {listed(largest)}"]
 
 
 def _factors(
