@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +16,27 @@ Shards = Mapping[str, list[Stored]]
 """What the headers of a base's files say, by file."""
 
 
-def locate(skeleton: Any, shards: Shards) -> dict[str, str]:
-    """The skeleton's name for each stored tensor that is one of its tensors as it stands.
+@dataclass(frozen=True)
+class Place:
+    """Where a stored tensor belongs.
+
+    Attributes:
+        name: the model's, of the tensor that it is or is a piece of; one that the model has not, for what it has no
+            place for.
+        whole: it is one of the model's tensors as it stands.
+        piece: it is a piece of one.
+    """
+
+    name: str
+    whole: bool
+    piece: bool
+
+
+def places(skeleton: Any, shards: Shards) -> dict[str, Place]:
+    """The place of each stored tensor.
 
     Files may call tensors otherwise than the model does, or keep in pieces what is one tensor in the model (experts):
-    Transformers' own table says which. Pieces have no entry.
+    Transformers' own table says which.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -32,12 +49,17 @@ def locate(skeleton: Any, shards: Shards) -> dict[str, str]:
     names = [each for each in table if isinstance(each, WeightRenaming)]
     pieces = [each for each in table if isinstance(each, WeightConverter)]
     own: dict[str, Any] = dict(skeleton.named_parameters(remove_duplicate=False))
-    found: dict[str, str] = {}
+    found: dict[str, Place] = {}
     for stored in (one for file in shards.values() for one in file):
         name, piece = rename_source_key(stored.name, names, pieces, skeleton.base_model_prefix, own)
-        if piece is None and name in own and tuple(own[name].shape) == stored.shape:
-            found[stored.name] = name
+        fits = name in own and tuple(own[name].shape) == stored.shape
+        found[stored.name] = Place(name, piece is None and fits, piece is not None)
     return found
+
+
+def locate(skeleton: Any, shards: Shards) -> dict[str, str]:
+    """The skeleton's name for each stored tensor that is one of its tensors as it stands."""
+    return {s: place.name for s, place in places(skeleton, shards).items() if place.whole}
 
 
 ReadTensor = Callable[[str], Tensor]

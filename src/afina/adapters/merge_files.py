@@ -16,6 +16,7 @@ from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.fitting import fit
 from afina.adapters.layout import TEMPLATES, TOKENIZER
 from afina.adapters.merge_changes import changes
+from afina.adapters.merge_head import configure, new_head, skeleton_of
 from afina.adapters.merge_plan import make_plan
 from afina.adapters.merge_shards import INDEX, Wanted, read_shards, write_index, write_shard
 from afina.adapters.rounded import read_rounded
@@ -95,27 +96,34 @@ def write_merged(
         ModelError: the base's files are damaged, quantised or of a form that cannot be streamed; no space.
     """
     refuse_quantised(base)
-    shards, skeleton = read_shards(base), hub.skeleton(base)
+    shards, skeleton = read_shards(base), skeleton_of(base, adapter)
+    head = new_head(skeleton, shards)
     skeleton.config._name_or_path = str(base)  # for errors
     located = set(locate(skeleton, shards).values())
     ties = {name: group for group in tied_groups(skeleton) for name in group}
-    names = [name for name, _ in skeleton.named_parameters()]
+    names = [name for name, _ in skeleton.named_parameters() if name not in head.names]
     complete = all(located & {name, *ties.get(name, ())} for name in names)
     read = reader(skeleton, shards)
     fitted = fit(skeleton, adapter, read=read, checks_base=complete, cure=OTHER_BASE)
-    fingerprint = base_fingerprint(skeleton, read=read) if complete else None
+    fingerprint = None
+    if complete:
+        fingerprint = base_fingerprint(skeleton, without=head.names, read=read)
     rounded = read_rounded(adapter)
     trained_as = {} if rounded is None else rounded.each(skeleton)
     made = changes(skeleton, fitted.techniques, fitted.tensors)
-    plan = make_plan(skeleton, shards, made, dtype, trained_as)
+    plan = make_plan(skeleton, shards, made, dtype, trained_as, head)
     _refuse_small(out, plan.shards)
-    _write_config(base, out, dtype, untie=bool(plan.untied), biases=plan.settings)
+    settings = _settings(base, dtype, untie=bool(plan.untied), biases=plan.settings)
+    if head.names:
+        configure(settings, skeleton, tokenizer)
+    text = json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True)
+    (out / "config.json").write_text(text + "\n", encoding="utf-8")
     for file, wanted in plan.shards.items():
         write_shard(out / file, wanted)
     if (base / INDEX).is_file():
         write_index(out, plan.shards)
     copy_beside(base, out, tokenizer)
-    _refuse_other_modules(base, out, plan.untied)
+    _refuse_other_modules(skeleton_of(base, adapter), hub.skeleton(out), plan.untied)
     found = [one.dtype for file in plan.shards.values() for one in file]
     commonest = sorted(set(found), key=lambda name: (-found.count(name), name))
     return Written(
@@ -148,9 +156,10 @@ def _refuse_small(out: Path, shards: Mapping[str, list[Wanted]]) -> None:
         )
 
 
-def _write_config(
-    base: Path, out: Path, dtype: torch.dtype | None, *, untie: bool, biases: Mapping[str, bool]
-) -> None:
+def _settings(
+    base: Path, dtype: torch.dtype | None, *, untie: bool, biases: Mapping[str, bool]
+) -> dict[str, Any]:
+    """Those of the merged model's `config.json`."""
     settings = _read(base / "config.json")
     parts = [settings, *(p for p in [settings.get("text_config")] if isinstance(p, dict))]
     for part in parts:
@@ -161,8 +170,7 @@ def _write_config(
             part.update(dict.fromkeys(named, str(dtype).removeprefix("torch.")))
     # Biases are a matter of the text part, where there is one.
     parts[-1].update(biases)
-    text = json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True)
-    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+    return settings
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -193,13 +201,12 @@ def copy_beside(base: Path, out: Path, tokenizer: Path) -> None:
         shutil.copytree(templates, out / templates.name, dirs_exist_ok=True)
 
 
-def _refuse_other_modules(base: Path, out: Path, untied: tuple[str, ...]) -> None:
-    """Raises unless the merged model has the base's modules, each of its kind, and ties none of the untied.
+def _refuse_other_modules(one: Any, other: Any, untied: tuple[str, ...]) -> None:
+    """Raises unless the merged model (the other) has the base's modules, each of its kind, and ties none of the untied.
 
     Raises:
         AdapterError: it has not.
     """
-    one, other = hub.skeleton(base), hub.skeleton(out)
     kinds = [
         [(name, type(module).__name__) for name, module in m.named_modules()] for m in (one, other)
     ]

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from afina import seams
 from afina.adapters import export_gguf, merge_record
+from afina.adapters.card import head_of_base
 from afina.adapters.files import load as load_adapter
 from afina.adapters.merge_check import Verdict, judge, look, roundoff, tolerance
 from afina.adapters.merge_files import Written, write_merged
@@ -22,6 +23,7 @@ from afina.adapters.merge_texts import GENERAL, Text, of_prompt, texts_of
 from afina.adapters.replace import replace_folder
 from afina.adapters.rounded import read_rounded
 from afina.adapters.target import Target
+from afina.errors import AdapterError
 from afina.models import gguf, hub
 from afina.models.packing import unpack
 from afina.models.precision import parse_device, parse_dtype
@@ -103,6 +105,11 @@ class Job:
         own = self.target.adapter
         return own if own is not None and (own / "tokenizer_config.json").is_file() else self.base
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """How the base of a classifier's adapter is loaded, as arguments of `afina.load`."""
+        return {} if self.target.adapter is None else head_of_base(self.target.adapter)
+
     def refuse_unusable(self, *, to_file: bool) -> None:
         """Raises for what would be found wrong only after the model was written.
 
@@ -110,6 +117,12 @@ class Job:
             AfinaError: prompts, device or format of the comparison cannot be used; or, where the output is a GGUF
                 file, the model is not covered.
         """
+        if to_file and self.head:
+            raise AdapterError(
+                "a GGUF file holds no classifier's head",
+                got=self.head["task"],
+                cure="name a folder as the output",
+            )
         if to_file:
             export_gguf.refuse_uncovered(self.base, self.tokenizer)
         parse_device(self.settings.device)
@@ -167,19 +180,19 @@ class Job:
             self.base, self.target.adapter, model, dtype=dtype, tokenizer=self.tokenizer
         )
 
-    def _load(self, folder: Path, quantize: Any = None) -> tuple[Any, Any]:
+    def _load(self, folder: Path, quantize: Any = None, **head: Any) -> tuple[Any, Any]:
         """A model to be looked at, in the format of the comparison."""
         dtype = self.settings.compute_dtype or (
             "fp64" if _commonest(self.base) == "F64" else "fp32"
         )
-        return hub.load(folder, dtype=dtype, device=self.settings.device, quantize=quantize)
+        return hub.load(folder, dtype=dtype, device=self.settings.device, quantize=quantize, **head)
 
     def _load_base(self) -> tuple[Any, Any, bool]:
         """The base as the adapter was trained beside it, and whether its weights are packed."""
         rounded = None if self.target.adapter is None else read_rounded(self.target.adapter)
         if rounded is None:
-            return *self._load(self.base), False
-        return *self._load(self.base, rounded), True
+            return *self._load(self.base, **self.head), False
+        return *self._load(self.base, rounded, **self.head), True
 
     def _check(self, load_merged: Callable[[], tuple[Any, Any]], dtype: str) -> Verdict:
         """Runs base, base + adapter, and the merged model, one in memory at a time."""

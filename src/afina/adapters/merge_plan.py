@@ -6,7 +6,7 @@ that the merged model differs in gets a function that makes it when its turn to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from afina.adapters.base_files import Shards, locate
 from afina.adapters.merge_changes import Changes
+from afina.adapters.merge_head import NewHead
 from afina.adapters.merge_shards import DTYPES, NAMES, Stored, Wanted
 from afina.errors import AdapterError, ModelError, TechniqueError
 from afina.tree import Delta
@@ -55,6 +56,7 @@ def make_plan(
     changes: Changes,
     dtype: torch.dtype | None = None,
     base: Base | None = None,
+    head: NewHead | None = None,
 ) -> Plan:
     """What the merged model's files hold.
 
@@ -64,13 +66,16 @@ def make_plan(
         changes: see `merge_changes.changes`.
         dtype: of every floating-point tensor; None keeps each as the base has it.
         base: what the weights were trained as, where they were quantised.
+        head: of a classifier, which the base has not.
 
     Raises:
         AdapterError: a tied weight whose two users would need different values that the model cannot hold apart.
         ModelError: the files keep a changed tensor in another form than the model.
     """
-    plan = _Planner(skeleton, shards, changes, dtype, base or {})
-    return plan.make()
+    head = head or NewHead()
+    head.refuse_missing(changes.whole)
+    plan = _Planner(skeleton, head.shards(shards), changes, dtype, base or {})
+    return plan.make(head.names)
 
 
 class _Planner:
@@ -93,17 +98,16 @@ class _Planner:
         self.rounding: dict[str, float] = {}
         self.group = {name: names for names in tied_groups(skeleton) for name in names}
         self.parted = _parted(skeleton, self.group, changes.deltas)
-        self._refuse_unreachable()
         self.biases = _new_biases(skeleton, changes.deltas)
 
-    def _refuse_unreachable(self) -> None:
-        """Raises for a change of a tensor that is not in the files as it is in the model."""
+    def _refuse_unreachable(self, new: Collection[str]) -> None:
+        """Raises for a change of a tensor, other than a new one, that is not in the files as it is in the model."""
         wanted = [
             f"{name}.{own}"
             for name, deltas in self.changes.deltas.items()
             for own in {own: None for delta in deltas for own in delta.weights()}
         ]
-        wanted += self.changes.whole
+        wanted += [name for name in self.changes.whole if name not in new]
         wanted += self.base
         lost = [n for n in wanted if not any(m in self.stored for m in self.group.get(n, [n]))]
         if lost:
@@ -114,7 +118,9 @@ class _Planner:
                 cure="merge in memory: edit.merge(), edit.keep(), model.save_pretrained(folder)",
             )
 
-    def make(self) -> Plan:
+    def make(self, new: Collection[str]) -> Plan:
+        """The plan; `new` tensors are those that the adapter brings and the base has no place for."""
+        self._refuse_unreachable(new)
         files = {
             file: [self._of_base(one) for one in stored] for file, stored in self.shards.items()
         }
@@ -126,7 +132,16 @@ class _Planner:
         for name, deltas in self.biases.values.items():
             weight = self.stored[name.removesuffix("bias") + "weight"]
             files[weight.file.name].append(self._new_bias(name, weight, deltas))
+        last = list(files)[-1]
+        files[last] += [self._new(name) for name in new]
         return Plan(files, tuple(self.parted), self.biases.settings, self.rounding)
+
+    def _new(self, name: str) -> Wanted:
+        """A tensor of the adapter's that the base has not, in the base's commonest format."""
+        found = [one.dtype for file in self.shards.values() for one in file if one.dtype in DTYPES]
+        dtype = max(DTYPES, key=found.count) if self.dtype is None else NAMES[self.dtype]
+        value = self.changes.whole[name]
+        return Wanted(name, dtype, tuple(value.shape), lambda: _cast(value, dtype, name))
 
     def _new_bias(self, name: str, weight: Stored, deltas: Sequence[Delta]) -> Wanted:
         """A bias that the base has not, beside its weight and in that one's format."""
