@@ -21,7 +21,7 @@ def run(job: Job) -> None:
     """Trains as the job says; leaves metrics and result in its folder."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     import torch
-    from llamafactory.train.tuner import run_exp
+    from llamafactory.train.tuner import run_exp  # pyright: ignore
 
     torch.set_num_threads(job.threads)
     rows = read_rows(job.rows)

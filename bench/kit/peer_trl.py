@@ -36,7 +36,7 @@ def build(job: Job, rows: Rows, order: list[int]) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTTrainer
+    from trl import SFTTrainer  # pyright: ignore
 
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=getattr(torch, job.knobs["dtype"])
@@ -58,7 +58,7 @@ def build(job: Job, rows: Rows, order: list[int]) -> Any:
 
 def arguments(job: Job) -> Any:
     """The trainer's arguments; what is not named keeps its default."""
-    from trl import SFTConfig
+    from trl import SFTConfig  # pyright: ignore
 
     return SFTConfig(
         output_dir=str(Path(job.folder) / "checkpoints"),

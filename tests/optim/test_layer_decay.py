@@ -187,7 +187,9 @@ class Projected(nn.Module):
         return self.inner.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.inner.get_output_embeddings()
+        head = self.inner.get_output_embeddings()
+        assert isinstance(head, nn.Module)
+        return head
 
 
 @pytest.mark.parametrize("technique", [Full(), LoRA(rank=2, target=("bridge", "q_proj"))])

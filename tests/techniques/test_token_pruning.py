@@ -203,7 +203,7 @@ def test_dropped_tokens_pass_a_block_by_and_give_it_no_gradient() -> None:
 
         return hook
 
-    block = model.model.layers[0]
+    block = model.get_submodule("model.layers.0")
     block.register_forward_pre_hook(keep("in"))
     block.register_forward_hook(keep("out"))
     # Only the block's own change trains, so what enters it must be told to want a gradient.

@@ -186,8 +186,9 @@ def test_packed_rows_are_what_padded_ones_are(settings: TokenPruning) -> None:
 def test_experts_are_not_asked_about_dropped_tokens() -> None:
     edit = pruned(built("mixtral"), TokenPruning(score="random", layers="0-1"))
     asked: list[int] = []
-    for block in edit.model.model.layers:
-        block.mlp.gate.register_forward_hook(
+    for number in range(2):
+        gate = edit.model.get_submodule(f"model.layers.{number}.mlp.gate")
+        gate.register_forward_hook(
             lambda m, args, y: asked.append(args[0].reshape(-1, 16).shape[0])
         )
     learnt(edit, packed=True)
