@@ -291,7 +291,8 @@ def test_values_of_set(here: Path) -> None:
         ("rank: 1\n", "run.yaml:3: unknown setting 'rank'\n  cure:   did you mean techniques.low.rank?"),
         (
             "train:\n  seed: 1\n  scheduler: cosine\n",
-            "run.yaml:5: unknown setting 'train.scheduler'\n  cure:   did you mean train.schedule or train.schedule_by?",
+            "run.yaml:5: unknown setting 'train.scheduler'\n"
+            "  cure:   did you mean train.schedule or train.schedule_by?",
         ),
         (
             "techniques:\n  - low:\n      rnk: 1\n",
