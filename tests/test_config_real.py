@@ -16,13 +16,13 @@ from afina.config import Resolved, dump, load_config
 from afina.config.document import read_text, write
 from afina.config.layers import FLAG_NAMES
 from afina.config.load import values_of
-from afina.config.settings import EvalSettings, TrainSettings
+from afina.config.settings import EvalSettings, ParallelSettings, TrainSettings
 from afina.config.shape import Shape
 from afina.data.settings import DataSettings
 from afina.errors import ConfigError
 from afina.table import TECHNIQUES
 
-GROUPS = {"data": DataSettings, "train": TrainSettings, "eval": EvalSettings}
+GROUPS = {"data": DataSettings, "train": TrainSettings, "eval": EvalSettings, "parallel": ParallelSettings}
 LEAVES = [path for path in Shape(GROUPS, TECHNIQUES).leaves() if path[0] in (*GROUPS, "techniques")]
 HEAD = "model: m\ndata:\n  source: d.jsonl\n"
 SOME = {path: path[-1] for path in LEAVES if path != ("data", "source")}
@@ -110,7 +110,7 @@ def test_precedence_and_origin_of_every_setting() -> None:
     for _ in range(12):
         layers = {path: [rng.random() < 0.5 for _ in range(3)] for path in fresh}
         text = HEAD
-        for group in ("train", "eval"):
+        for group in ("train", "eval", "parallel"):
             text += f"{group}:\n" + _nested(group, layers, fresh)
         text = text.replace(
             "source: d.jsonl\n", "source: d.jsonl\n" + _nested("data", layers, fresh)
@@ -158,7 +158,7 @@ def _of(key: str, layers: Any, fresh: Any) -> str:
 def _saved_says_the_same(made: Resolved[DataSettings]) -> None:
     """Every line with a value has its origin behind it, and the file makes the same configuration again."""
     text = dump(made)
-    groups = {"data:", "train:", "eval:", "techniques:", "answers:", "- lora:", "- full:"}
+    groups = {"data:", "train:", "eval:", "parallel:", "techniques:", "answers:", "- lora:", "- full:"}
     told: list[str] = []
     for line in text.splitlines():
         bare, mark, origin = line.rpartition("  # ")

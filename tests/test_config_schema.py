@@ -188,6 +188,7 @@ def test_the_schema_is_one() -> None:
 def test_every_setting_is_there_and_explained() -> None:
     assert list(MADE["properties"]) == [
         "model", "revision", "data", "val", "techniques", "train", "eval",
+        "parallel",
     ]  # fmt: skip
     assert set(MADE["$defs"]["TrainSettings"]["properties"]) == set(TrainSettings.model_fields)
     assert set(MADE["$defs"]["DataSettings"]["properties"]) == {

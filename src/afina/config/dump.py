@@ -24,7 +24,7 @@ def dump(resolved: Resolved[Any]) -> str:
     )
     _group(lines, "data", {p: v for p, v in values.items() if p[0] == "data"}, resolved)
     _techniques(lines, values, resolved)
-    for name in ("train", "eval"):
+    for name in ("train", "eval", "parallel"):
         _group(lines, name, {p: v for p, v in values.items() if p[0] == name}, resolved)
     return "\n".join(lines) + "\n"
 

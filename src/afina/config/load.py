@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
 from afina.config.document import read_file, write
 from afina.config.layers import Given
-from afina.config.settings import EvalSettings, TrainSettings
+from afina.config.settings import EvalSettings, ParallelSettings, TrainSettings
 from afina.config.shape import TOP, Shape
 from afina.errors import AfinaError, ConfigError
 from afina.problems import Path, at, from_validation, raise_all
@@ -32,6 +32,7 @@ class RunConfig(Generic[D]):
         techniques: as given; their order of work is the table's.
         train: how it trains.
         eval: how it is measured.
+        parallel: how it is spread over processes.
     """
 
     model: str
@@ -42,6 +43,7 @@ class RunConfig(Generic[D]):
     techniques: tuple[BaseModel, ...]
     train: TrainSettings
     eval: EvalSettings
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,13 @@ def load_config(
     Raises:
         ConfigError: every problem, each with its place and the nearest name or the values allowed.
     """
-    shape = Shape({"data": data_settings, "train": TrainSettings, "eval": EvalSettings}, techniques)
+    groups = {
+        "data": data_settings,
+        "train": TrainSettings,
+        "eval": EvalSettings,
+        "parallel": ParallelSettings,
+    }
+    shape = Shape(groups, techniques)
     given = Given(shape)
     if yaml_path is not None:
         given.read_yaml(read_file(FilePath(yaml_path)), str(yaml_path))
@@ -100,6 +108,7 @@ def as_given(config: RunConfig[D], keys: Sequence[str], origin: str) -> Resolved
         (("data",), config.data),
         (("train",), config.train),
         (("eval",), config.eval),
+        (("parallel",), config.parallel),
         *((("techniques", key), t) for key, t in zip(keys, config.techniques, strict=True)),
     ]
     for path in values_of(config, keys):
@@ -130,16 +139,24 @@ def _resolve(given: Given, data_settings: type[D]) -> Resolved[D]:
     data = _build(data_settings, ("data",), given, problems)
     train = _build(TrainSettings, ("train",), given, problems)
     eval_ = _build(EvalSettings, ("eval",), given, problems)
+    parallel = _build(ParallelSettings, ("parallel",), given, problems)
     made = [
         _build(given.shape.techniques[key], ("techniques", key), given, problems) for key in keys
     ]
     source = _text(("data", "source"), given, problems, needed=True)
     model, revision, val = (_text((name,), given, problems, needed=name == "model") for name in TOP)
     raise_all(problems)
-    if model is None or source is None or data is None or train is None or eval_ is None:
+    if None in (model, source, data, train, eval_, parallel):
         raise AssertionError("a group that could not be built left no problem")
-    config = RunConfig(
-        model, source, val, revision, data, tuple(t for t in made if t), train, eval_
+    config: RunConfig[D] = RunConfig(
+        *cast("tuple[str, str]", (model, source)),
+        val,
+        revision,
+        cast("D", data),
+        tuple(t for t in made if t),
+        cast("TrainSettings", train),
+        cast("EvalSettings", eval_),
+        cast("ParallelSettings", parallel),
     )
     paths = [*(("techniques", key) for key in keys), *values_of(config, keys)]
     return Resolved(config, keys, {".".join(p): given.origins.get(p, "default") for p in paths})
@@ -250,6 +267,7 @@ def values_of(config: RunConfig[D], keys: Sequence[str]) -> dict[Path, Any]:
         *((("techniques", key), value) for key, value in zip(keys, config.techniques, strict=True)),
         (("train",), config.train),
         (("eval",), config.eval),
+        (("parallel",), config.parallel),
     ]:
         _add(values, prefix, group)
     return values

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from afina.config.settings import EvalSettings, TrainSettings
+from afina.config.settings import EvalSettings, ParallelSettings, TrainSettings
 
 Schema = dict[str, Any]
 
@@ -29,7 +29,13 @@ def schema(*, techniques: Mapping[str, type[BaseModel]], data_settings: type[Bas
         techniques: key to settings, as the technique table has them.
         data_settings: the class of the `data` group.
     """
-    kinds = [data_settings, TrainSettings, EvalSettings, *techniques.values()]
+    kinds = [
+        data_settings,
+        TrainSettings,
+        EvalSettings,
+        ParallelSettings,
+        *techniques.values(),
+    ]
     refs, whole = models_json_schema([(k, "validation") for k in dict.fromkeys(kinds)])
     ref = {kind: refs[kind, "validation"] for kind in kinds}
     definitions: Schema = whole["$defs"]
@@ -60,6 +66,7 @@ def schema(*, techniques: Mapping[str, type[BaseModel]], data_settings: type[Bas
             },
             "train": {"anyOf": [ref[TrainSettings], _NOTHING]},
             "eval": {"anyOf": [ref[EvalSettings], _NOTHING]},
+            "parallel": {"anyOf": [ref[ParallelSettings], _NOTHING]},
         },
         "$defs": definitions,
     }

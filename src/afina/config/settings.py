@@ -203,6 +203,42 @@ class TrainSettings(Settings):
         return self
 
 
+class ParallelSettings(Settings):
+    """How a run is spread over several processes. What is left of them beside tensor and pipeline sees different rows.
+
+    Attributes are degrees: processes = pipeline * replicate * (rows are shared out over) * tensor.
+    """
+
+    zero: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="what processes with different rows share out instead of holding it whole: nothing, the "
+        "optimiser's state, also gradients, also weights",
+    )
+    replicate: Count = Field(
+        default=1, description="groups that each hold one shared-out copy; 1 shares over all"
+    )
+    tensor: Count = Field(default=1, description="processes that share each weight matrix")
+    pipeline: Count = Field(default=1, description="processes that share the blocks")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        default="1f1b", description="in which order a pipeline runs its micro-batches"
+    )
+    offload: bool = Field(
+        default=False, description="with zero=3 on a GPU: weights and optimiser stay in the CPU"
+    )
+    timeout_s: Count = Field(
+        default=600, description="seconds after which a process that waits for another gives up"
+    )
+
+    @model_validator(mode="after")
+    def _offload_what_is_shared(self) -> ParallelSettings:
+        if self.offload and self.zero != 3:
+            raise ValueError(
+                f"offload moves the weights that zero=3 shares out, and zero is {self.zero}: set zero to 3, or leave "
+                "offload out"
+            )
+        return self
+
+
 class GenerateSettings(Settings):
     """How text is generated. Temperature 0 is greedy: the likeliest token, always."""
 

@@ -5,57 +5,176 @@ The loop asks for sums and for permission to write; it never asks how many proce
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from afina.parallel.plan import Plan
 
 T = TypeVar("T")
+Named = Mapping[str, nn.Parameter]
 
 
 class Mesh(Protocol):
-    """What a training loop needs to know of the processes it is one of."""
+    """What a training loop needs to know of the processes it is one of.
+
+    Attributes:
+        plan: how they share the run.
+    """
+
+    plan: Plan
 
     @property
     def writes(self) -> bool:
         """Whether this process writes the run's files."""
         ...
 
-    def sum(self, value: float) -> float:
-        """The sum of a number over the processes that see different data."""
+    def begin(self) -> None:
+        """Meets the other processes; nothing else works before."""
         ...
 
-    def reduce_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Sums each gradient in place over the processes that see different data."""
+    def hold(self, model: nn.Module, tensors: Named) -> None:
+        """From here on this process holds its own part of what trains; all have the same values by now."""
+        ...
+
+    def own(self, tensors: Named) -> dict[str, nn.Parameter]:
+        """What this process moves: the tensors themselves, or its pieces of them under the same names."""
+        ...
+
+    def passed(self, tensors: Named) -> None:
+        """After the backward pass of each round, whether or not this process had rows in it."""
+        ...
+
+    def reduce(self, tensors: Named) -> None:
+        """After a window's last pass: what `own` gives has the gradients, summed over all rows of the window."""
+        ...
+
+    def norm(self, own: Named) -> Tensor:
+        """Norm of the whole gradient, over what all processes own."""
+        ...
+
+    def publish(self, tensors: Named) -> None:
+        """What each process owns has moved: all tensors have their new values."""
         ...
 
     def share(self, rows: list[T]) -> list[T]:
         """This process's part of the rows of a step."""
         ...
 
+    def rounds(self, micro_batches: int) -> int:
+        """How many passes every process makes, if this one has so many micro-batches."""
+        ...
+
+    def number(self, micro_batch: int) -> int:
+        """Of a micro-batch among those of all processes."""
+        ...
+
+    def sum(self, value: float) -> float:
+        """The sum of a number over the processes that see different rows."""
+        ...
+
+    def least(self, value: float) -> float:
+        """The least of a number over all processes."""
+        ...
+
+    def everywhere(self, names: Iterable[str], among: Iterable[str]) -> frozenset[str]:
+        """Those of some names which no process leaves out that holds something of that name.
+
+        Args:
+            names: here.
+            among: those of which this process holds something.
+        """
+        ...
+
+    def told(self, make: Callable[[], T]) -> T:
+        """What `make` gives in the process that writes, told to all."""
+        ...
+
     def barrier(self) -> None:
         """Waits for every process."""
+        ...
+
+    def end(self) -> None:
+        """Parts from the other processes."""
         ...
 
 
 class OneProcess:
     """The mesh of a run in one process."""
 
+    plan = Plan()
+
     @property
     def writes(self) -> bool:
         """Always."""
         return True
 
-    def sum(self, value: float) -> float:
-        """The value itself."""
-        return value
+    def begin(self) -> None:
+        """There is nobody to meet."""
 
-    def reduce_gradients(self, gradients: Iterable[Tensor]) -> None:
+    def hold(self, model: nn.Module, tensors: Named) -> None:
+        """Everything is held."""
+
+    def own(self, tensors: Named) -> dict[str, nn.Parameter]:
+        """All of it."""
+        return dict(tensors)
+
+    def passed(self, tensors: Named) -> None:
+        """Nothing to tell."""
+
+    def reduce(self, tensors: Named) -> None:
         """Nothing to add."""
+
+    def norm(self, own: Named) -> Tensor:
+        """Of the gradients that are there; 0 for none."""
+        return torch.nn.utils.get_total_norm([p.grad for p in own.values() if p.grad is not None])
+
+    def publish(self, tensors: Named) -> None:
+        """They moved where they are."""
 
     def share(self, rows: list[T]) -> list[T]:
         """All rows."""
         return rows
 
+    def rounds(self, micro_batches: int) -> int:
+        """As many as there are micro-batches."""
+        return micro_batches
+
+    def number(self, micro_batch: int) -> int:
+        """Its own."""
+        return micro_batch
+
+    def sum(self, value: float) -> float:
+        """The value itself."""
+        return value
+
+    def least(self, value: float) -> float:
+        """The value itself."""
+        return value
+
+    def everywhere(self, names: Iterable[str], among: Iterable[str]) -> frozenset[str]:
+        """All of them."""
+        return frozenset(names)
+
+    def told(self, make: Callable[[], T]) -> T:
+        """What it gives."""
+        return make()
+
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def end(self) -> None:
+        """Nobody to part from."""
+
+
+def dealt(rows: Sequence[T], part: int, parts: int) -> list[T]:
+    """Every `parts`-th row from the `part`-th on: parts differ by at most one row.
+
+    Args:
+        rows: of a step, in the order of the run.
+        part: counted from 0.
+        parts: how many there are.
+    """
+    return list(rows[part::parts])

@@ -49,6 +49,7 @@ class BaseLosses:
         rows: that train.
         step: that the run goes on after, 0 at its beginning.
         say: who is told.
+        writes: what was measured is kept; False for a process that leaves that to another.
     """
 
     out: Path
@@ -57,6 +58,7 @@ class BaseLosses:
     rows: Sequence[Row]
     step: int
     say: Reporter
+    writes: bool = True
 
     def __call__(self) -> list[float]:
         """Mean loss of each row over its trained tokens, in nats; 0 for a row that has none.
@@ -70,7 +72,7 @@ class BaseLosses:
         if found is None:
             found = self._measured()
         for path in kept:
-            if not path.exists():
+            if self.writes and not path.exists():
                 self._write(path, found)
         return found
 

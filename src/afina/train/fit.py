@@ -15,6 +15,7 @@ from afina.errors import ConfigError, DataError, ModelError, RunError, Technique
 from afina.models.precision import DTYPES
 from afina.models.prompts import check_pair
 from afina.optim import optimisers
+from afina.parallel.plan import Plan
 from afina.seams import require_model
 from afina.train import ways
 from afina.train.classes import refuse_unfit_classifier, refuse_unlike
@@ -117,6 +118,11 @@ def _refuse_state(edit: Edit) -> None:
         raise RunError(
             "the edit is merged: what it attached does not act, and would not learn",
             cure="edit.unmerge()",
+        )
+    if edit.strengths and not edit.whole_strength:
+        raise RunError(
+            "the edit is scaled or off in part: what is trained so is not what its files would say",
+            cure="edit.on() and edit.scale(1) before training",
         )
     frozen = [name for name, parameter in edit.trainable().items() if not parameter.requires_grad]
     if frozen:
@@ -242,3 +248,28 @@ def _refuse_idle_options(settings: TrainSettings) -> None:
             got=f"train.{name}={getattr(settings, name)}",
             cure=f"leave it out, or take an optimiser that has it: {', '.join(others)}",
         )
+
+
+def refuse_several(plan: Plan, settings: TrainSettings) -> None:
+    """Raises for what a run in one process can do and one in several cannot.
+
+    Args:
+        plan: how processes share the run.
+        settings: of the run.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if plan.processes == 1:
+        return
+    reasons = {
+        "step_in_backward": "a tensor that moves in backward does not wait for the other processes",
+        "cache_inputs_gib": "each process would keep the states of all rows",
+    }
+    for name, why in reasons.items():
+        if getattr(settings, name):
+            raise ConfigError(
+                f"train.{name} works in one process alone: {why}",
+                got=f"{plan.processes} processes",
+                cure=f"leave train.{name} out, or train in one process",
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from afina.errors import counted
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.ops import attention
+from afina.optim.optimisers import Optimiser
 from afina.train import (
     checkpoint,
     durable,
@@ -35,7 +37,7 @@ from afina.train.base_losses import BaseLosses
 from afina.train.checkpoint import Contents
 from afina.train.classes import PADDED, options_for
 from afina.train.entering import Entering
-from afina.train.fit import refuse_idle_settings, refuse_rows
+from afina.train.fit import refuse_idle_settings, refuse_rows, refuse_several
 from afina.train.keeper import Keeper
 from afina.train.loop import loop
 from afina.train.lowest import place_of, refuse_too_little_room
@@ -44,7 +46,7 @@ from afina.train.options import RunOptions
 from afina.train.passes import Passes, passes_of, unshared
 from afina.train.plan import Plan
 from afina.train.record import Given
-from afina.train.report import Reporter, reporter
+from afina.train.report import Reporter, Silent, reporter
 from afina.train.result import Run
 from afina.train.resume import Origin
 from afina.train.rows import are_rows, read_rows
@@ -82,8 +84,11 @@ class Job:
 
     def run(self, data: Any, val: Any) -> Run:
         """From the data to the finished folder."""
-        say = self.options.reporter or reporter()
-        folder.refuse_busy(self.out)
+        mesh = self.options.mesh
+        # One process speaks for all, and one has the folder.
+        say = (self.options.reporter or reporter()) if mesh.writes else Silent()
+        if mesh.writes:
+            folder.refuse_busy(self.out)
         given = self.options.data_settings.packing
         self.options = options_for(self.model, self.options)
         if given and not self.options.data_settings.packing:
@@ -108,7 +113,8 @@ class Job:
         self._look_at(rows, val_rows, say, given=are_rows(data))
         say.say(self.edit.summary())
         self.total_steps = plan.total_steps(self.settings, rows)
-        self._refuse_too_little_room(bool(val_rows))
+        if mesh.writes:
+            self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
         self.seams = self.edit.seams(self.total_steps).and_then(self.options.seams)
         if self.settings.attention == "triton":
@@ -117,17 +123,23 @@ class Job:
         self.place = place_of(self.edit, self.plan, self.seams)
         if self.place is not None:
             refuse_too_little_room(self.place, self.out)
+        refuse_several(mesh.plan, self.settings)
+        # Rows are read by now: processes that wait for each other do not wait for that.
+        mesh.begin()
+        self.values = {
+            BASE: base_fingerprint(self.model, self.edit),
+            START: starting_weights(self.edit),
+        }
+        mesh.hold(self.model, self.edit.trainable())
         # What the settings cannot make is refused before a run that is there is removed.
-        self.optimiser = plan.optimiser_of(self.edit, self.settings, self.seams)
+        self.optimiser = self._optimiser()
         spread = self.optimiser.spread(self.settings.lr)
         if spread is not None:
             say.say(spread)
         self.blocks = Blocks(
             self.model, self.settings.recompute, must_compile=self.settings.compile is True
         )
-        with folder.claimed(
-            self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
-        ):
+        with self._claimed():
             try:
                 with durable.writing("the run's files", self.out, alone=False):
                     return self._begin(
@@ -135,6 +147,19 @@ class Job:
                     )
             finally:
                 say.close()
+
+    def _claimed(self) -> AbstractContextManager[None]:
+        """The run's folder, for the process that writes it."""
+        if not self.options.mesh.writes:
+            return nullcontext()
+        return folder.claimed(
+            self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
+        )
+
+    def _optimiser(self) -> Optimiser:
+        """Of what this process moves."""
+        own = self.options.mesh.own(self.edit.trainable())
+        return plan.optimiser_of(self.edit, self.settings, self.seams, own)
 
     def _look_at(self, rows: list[Row], val_rows: list[Row], say: Reporter, *, given: bool) -> None:
         """The cheap points of `afina check`: what would spoil the run is said, or stops it."""
@@ -154,22 +179,27 @@ class Job:
         """From the folder to the first step: at the run's beginning, or where it goes on."""
         options = self.options
         start = resume.origin(self.out, options.resume_from) if options.goes_on else None
+        writes = options.mesh.writes
+        # Nothing in the folder changes before every process has read what is there.
+        options.mesh.barrier()
         with resume.threads(self.settings.threads or (start.threads if start else None)):
             now = self._state(given, start)
             if start is None:
                 if options.goes_on:
                     say.say("the run was stopped before its first step, and begins now")
-                record.write(self.out, given, self._machine())
+                if writes:
+                    record.write(self.out, given, self._machine())
                 return self._train(given, now, (), say)
             changes = resume.compare(start.state, now, allow=options.allow_changes)
             done = resume.finished(self.out, start.state, now, changes)
+            options.mesh.barrier()
             if done is not None:
                 say.say(result.told(done, start.state.total_steps))
                 return done
             resume.refuse_unfit(start.folder, self.edit, changes)
             resume.tell(start.state, now, changes, say)
             state = self._restore(start, now, changes, say)
-            if changes or harmless(start.state, now):
+            if writes and (changes or harmless(start.state, now)):
                 told = [*changes, *harmless(start.state, now)]
                 record.write_changes(self.out, given.resolved, state.step, told)
             return self._train(given, state, changes, say)
@@ -190,9 +220,10 @@ class Job:
         checkpoint.restore(start.folder, self.edit, None if renamed else self.optimiser)
         if renamed:
             # Its fp32 masters of half-precision weights are of the weights that were just restored.
-            self.optimiser = plan.optimiser_of(self.edit, self.settings, self.seams)
-        checkpoint.point(self.out, start.folder)
-        (self.out / result.FILE).unlink(missing_ok=True)
+            self.optimiser = self._optimiser()
+        if self.options.mesh.writes:
+            checkpoint.point(self.out, start.folder)
+            (self.out / result.FILE).unlink(missing_ok=True)
         if state.step < state.total_steps:
             seen = f"{counted(state.rows_seen, 'row')} seen"
             say.say(f"going on after step {state.step} of {state.total_steps}, {seen}")
@@ -209,8 +240,7 @@ class Job:
             "data.share_prefixes": self._shares(),
             TRAIN_ROWS: rows_in_words(given.rows, given.fingerprint),
             VAL_ROWS: rows_in_words(given.val_rows, fingerprint(given.val_rows)),
-            BASE: base_fingerprint(self.model, self.edit),
-            START: starting_weights(self.edit),
+            **self.values,
         }
         if self.plan.chooser is not None:
             more |= self.plan.chooser.recorded()
@@ -255,15 +285,27 @@ class Job:
             try:
                 passes, why = self._passes()
                 self.plan = self._plan(
-                    rows, BaseLosses(self.out, self.edit, passes, rows, state.step, say)
+                    rows,
+                    BaseLosses(
+                        self.out,
+                        self.edit,
+                        passes,
+                        rows,
+                        state.step,
+                        say,
+                        self.options.mesh.writes,
+                    ),
                 )
                 for line in of_rows(self.plan, passes, why):
                     say.say(line)
-                state, cut = Tuning(self.edit, self.plan, passes, self.blocks, say).decide(state)
+                tuning = Tuning(
+                    self.edit, self.plan, passes, self.blocks, say, mesh=self.options.mesh
+                )
+                state, cut = tuning.decide(state)
                 entering = self._entering(passes, cut, state.step, say)
                 if not state.step:
                     self._tell_of_start(passes, cut, say)
-                if changes or not state.step:
+                if self.options.mesh.writes and (changes or not state.step):
                     record.write_start(self.out, state)
                 work = Work(
                     self.model,
@@ -283,7 +325,15 @@ class Job:
                     val_rows, cut, passes, self.options.evaluate, own if packed else None
                 )
                 keeper = Keeper(
-                    self.out, self.model, contents, self.settings, score, state, say, changes
+                    self.out,
+                    self.model,
+                    contents,
+                    self.settings,
+                    score,
+                    state,
+                    say,
+                    changes,
+                    mesh=self.options.mesh,
                 )
                 windows = self.plan.windows(state.step)
                 learnt = resume.learnt(self.out, self.plan, state.step)
@@ -291,15 +341,19 @@ class Job:
             finally:
                 self.model.train(training)
         weights, best = keeper.finish()
-        if self.plan.chooser is not None:
+        if self.plan.chooser is not None and self.options.mesh.writes:
             with durable.writing("what was shown when", self.out):
                 self.plan.chooser.leave(self.out, read_metrics(self.out))
         for line in self.edit.outcome():
             say.say(line)
         if entering is not None:
             entering.store.remove()
-        steps, loss, skipped = keeper.state.step, last_tenth_loss(self.out), keeper.state.skipped
-        run = Run(self.out, weights, steps, loss, scores_of(self.out, best), best, skipped)
+        return self.options.mesh.told(lambda: self._result(keeper.state, weights, best))
+
+    def _result(self, state: State, weights: Path, best: int) -> Run:
+        """What the run came to, in its folder too."""
+        loss, scores = last_tenth_loss(self.out), scores_of(self.out, best)
+        run = Run(self.out, weights, state.step, loss, scores, best, state.skipped)
         result.write(run)
         return run
 

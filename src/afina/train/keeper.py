@@ -14,12 +14,13 @@ from torch import nn
 from afina.adapters.contents import is_adapter
 from afina.config import TrainSettings
 from afina.errors import RunError, counted
+from afina.parallel.runtime import Mesh, OneProcess
 from afina.train import checkpoint, durable, nonfinite, ways
 from afina.train.checkpoint import Contents
 from afina.train.fit import refuse_unmeasured
-from afina.train.interrupt import between_steps
+from afina.train.interrupt import Stopping, between_steps
 from afina.train.memory import OutOfMemoryError
-from afina.train.metrics import MetricsFile, plot_loss
+from afina.train.metrics import MetricsFile, NoFile, plot_loss
 from afina.train.nonfinite import MOST_IN_A_ROW, TORN, Fault, NotFiniteError
 from afina.train.report import Reporter
 from afina.train.state import Difference, State
@@ -45,6 +46,7 @@ class Keeper:
         state: where the run stands.
         say: where it is told.
         changes: what differs from the run's start, for the first line of its figures.
+        mesh: the processes, of which one keeps the run; the others follow it without a file.
         saved: the step of the newest checkpoint; None before the first.
     """
 
@@ -56,6 +58,7 @@ class Keeper:
     state: State
     say: Reporter
     changes: Sequence[Difference] = ()
+    mesh: Mesh = field(default_factory=OneProcess)
     saved: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +76,8 @@ class Keeper:
         """
         if self._spent():
             return
-        metrics = MetricsFile(self.out, keep_below=self.state.step)
+        kept = MetricsFile if self.mesh.writes else NoFile
+        metrics = kept(self.out, keep_below=self.state.step)
         if self.state.unscored:
             self._score(metrics.take(self.state.step), metrics)
             self.saved = None  # what was saved knows nothing of these scores
@@ -83,7 +87,9 @@ class Keeper:
         if metrics.missing:
             missing = f"{metrics.missing} of the first {counted(self.state.step, 'step')}"
             self.say.say(f"warning: metrics.jsonl has no figures for {missing}")
-        board = _board(self.out, self.state.step) if self.settings.tensorboard else None
+        board = None
+        if self.settings.tensorboard and self.mesh.writes:
+            board = _board(self.out, self.state.step)
         with between_steps(self._tell) as stopping:
             try:
                 for step in steps:
@@ -92,7 +98,7 @@ class Keeper:
                         best = self.state.best_step
                         self.say.say(f"stopped at step {step.step}: no better score since {best}")
                         break
-                    if stopping.signal is not None and step.step < self.state.total_steps:
+                    if self._asked(stopping) and step.step < self.state.total_steps:
                         self._stop(step.step)
                         break
             except NotFiniteError as error:
@@ -112,6 +118,13 @@ class Keeper:
                     board.close()
         if self.state.step < self.state.total_steps:
             stopping.end()
+
+    def _asked(self, stopping: Stopping) -> bool:
+        """Whether somebody asked any of the processes to stop; then all of them were asked."""
+        number = -round(self.mesh.least(-(stopping.signal or 0)))
+        if number and stopping.signal is None:
+            stopping.signal = number
+        return number != 0
 
     def _tell(self, asked: int, number: int) -> None:
         """What the user reads when a signal arrives, before the step has ended."""
@@ -161,6 +174,8 @@ class Keeper:
         return f"{LINE}go on from the weights before it, more slowly: {way}"
 
     def _keep(self, fault: Fault) -> Path:
+        if not self.mesh.writes:
+            return self.out
         with durable.writing("the batch that is not finite", self.out):
             return nonfinite.write(fault, self.out, self.contents.tokenizer)
 
@@ -260,9 +275,11 @@ class Keeper:
         """Writes the checkpoint of this step, unless it is there."""
         if self.saved == self.state.step:
             return
-        checkpoint.save(self.out, self.contents, self.state, self._scores)
+        if self.mesh.writes:
+            checkpoint.save(self.out, self.contents, self.state, self._scores)
+            checkpoint.prune(self.out, self.state, self.settings.keep_last)
+        self.mesh.barrier()
         self.saved = self.state.step
-        checkpoint.prune(self.out, self.state, self.settings.keep_last)
 
     def finish(self) -> tuple[Path, int]:
         """Puts the kept weights in their place in the folder and draws the loss.
@@ -277,13 +294,17 @@ class Keeper:
         self._refuse_unmoved()
         step = self.state.best_step or self.state.step
         name = "adapter" if is_adapter(self.contents.edit) else "model"
-        weights = checkpoint.copy_of_weights(self.out, step, name)
-        with durable.writing("loss.png", self.out):
-            plot_loss(self.out)
+        weights = self.mesh.told(lambda: self._publish(step, name))
         if step != self.state.step:
             best = self.settings.best
             self.say.say(f"kept the weights of step {step}, the best by validation {best}")
         return weights, step
+
+    def _publish(self, step: int, name: str) -> Path:
+        weights = checkpoint.copy_of_weights(self.out, step, name)
+        with durable.writing("loss.png", self.out):
+            plot_loss(self.out)
+        return weights
 
     def _refuse_unmoved(self) -> None:
         if self.state.skipped < self.state.step:

@@ -57,7 +57,8 @@ def loop(
     moves = start - skipped
     for step in range(start, work.total_steps):
         began = time.perf_counter()
-        rows = work.mesh.share(list(next(windows)))
+        window = list(next(windows))
+        rows = work.mesh.share(window)
         lr = _lr(work, step)
         work.optimiser.set_lr(lr)
         for begin in work.seams.at_step:
@@ -65,8 +66,9 @@ def loop(
         mover = work.mover()
         done = backward(work, rows, step, mover)
         tensors = work.edit.trainable()
+        own = work.mesh.own(tensors)
         in_backward = mover is not None and mover.acted
-        whole = mover.norm() if mover is not None and in_backward else _reduce(work, tensors)
+        whole = mover.norm() if mover is not None and in_backward else _reduce(work, tensors, own)
         norm = float(whole)
         fault = _fault(work, step, done, norm, rows, learnt)
         moved = done.trained > 0 and fault is None
@@ -74,16 +76,17 @@ def loop(
             if mover is not None and in_backward:
                 _judge(work, mover, moves)
             else:
-                _move(work, tensors, step, whole, audited=moves)
+                _move(work, own, step, whole, audited=moves)
+                work.mesh.publish(tensors)
             moves += 1
             learnt = rows, done.loss
-        work.optimiser.clear_gradients()
+        _clear(work)
         for after in work.seams.after_step:
             after(step)
         yield Step(
             step + 1,
             done.loss,
-            tuple(row.id for row in rows),
+            tuple(row.id for row in window),
             done.tokens,
             done.trained,
             norm,
@@ -93,6 +96,13 @@ def loop(
             moved,
             fault,
         )
+
+
+def _clear(work: Work) -> None:
+    """Drops every gradient: of what this process moves, and of the tensors that it is a piece of."""
+    work.optimiser.clear_gradients()
+    for parameter in work.edit.trainable().values():
+        parameter.grad = None
 
 
 def _fault(
@@ -110,7 +120,7 @@ def _fault(
     """
     if math.isfinite(done.loss) and math.isfinite(norm):
         return None
-    tensors, relapse = work.edit.trainable(), _relapse(work, learnt)
+    tensors, relapse = work.mesh.own(work.edit.trainable()), _relapse(work, learnt)
     fault = fault_of(step + 1, done.loss, norm, done.parts, tensors, rows, relapse)
     fault = replace(fault, torn=done.torn)
     if work.settings.on_nan == "stop" or fault.ruined:
@@ -123,7 +133,7 @@ def _relapse(work: Work, learnt: tuple[Sequence[Row], float] | None) -> tuple[fl
     if learnt is None or work.seams.loss or work.seams.on_batch:
         return None
     rows, then = learnt
-    return then, mean_loss(work.model, work.cut(rows), work.passes)
+    return then, mean_loss(work.model, work.cut(rows), work.passes, work.mesh.sum)
 
 
 def _lr(work: Work, step: int) -> float:
@@ -138,7 +148,7 @@ def _lr(work: Work, step: int) -> float:
 
 def _move(
     work: Work,
-    tensors: dict[str, nn.Parameter],
+    own: dict[str, nn.Parameter],
     step: int,
     norm: Tensor,
     *,
@@ -146,18 +156,25 @@ def _move(
 ) -> None:
     """Clips, moves the tensors and, at the first two moves of a run, asks whether every one of them learns."""
     # Asked before anything is added to the gradients: noise would speak for a tensor that is silent.
-    silent = silent_tensors(tensors) if audited < AUDITED_STEPS else None
+    silent = silent_tensors(own) if audited < AUDITED_STEPS else None
     if work.settings.clip is not None:
-        torch.nn.utils.clip_grads_with_norm_(tensors.values(), work.settings.clip, norm)
+        torch.nn.utils.clip_grads_with_norm_(own.values(), work.settings.clip, norm)
     if work.seams.before_step:
         torch.manual_seed(seed_of(work.settings.seed, f"step {step}"))
     for before in work.seams.before_step:
-        before(step, tensors)
+        before(step, own)
     work.optimiser.step()
     for after in work.seams.moved:
-        after(step, tensors)
+        after(step, own)
     if silent is not None:
-        refuse_silent(*silent, len(tensors), audited, _silent(work, audited))
+        # Of a tensor that is shared out, another process's piece may speak.
+        missing, zero = (_everywhere(work, names, own) for names in silent)
+        refuse_silent(missing, zero, len(own), audited, _silent(work, audited))
+
+
+def _everywhere(work: Work, names: list[str], own: dict[str, nn.Parameter]) -> list[str]:
+    found = work.mesh.everywhere(names, own)
+    return [name for name in names if name in found]
 
 
 def _judge(work: Work, mover: Mover, audited: int) -> None:
@@ -206,6 +223,8 @@ def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = N
     tokens = int(work.mesh.sum(sum(len(row.tokens) for row in rows)))
     parts: list[tuple[tuple[int, ...], float]] = []
     cut = work.cut(rows)
+    # Processes that talk in every pass make equally many, the last ones of some without rows.
+    cut = [*cut, *[[]] * (work.mesh.rounds(len(cut)) - len(cut))]
     last = max(
         (n for n, micro in enumerate(cut) if any(r.trained_tokens for r in micro)), default=0
     )
@@ -214,11 +233,12 @@ def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = N
         if mover is not None and number == last:
             run = partial(mover.backward, before=sum(part for _, part in parts))
         try:
-            part = _pass(work, micro, (step, number), trained, run)
+            part = _pass(work, micro, (step, work.mesh.number(number)), trained, run)
+            work.mesh.passed(work.edit.trainable())
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            work.optimiser.clear_gradients()
+            _clear(work)
             torn = mover is not None and mover.torn
             raise OutOfMemoryError(step + 1, micro, torn=torn) from None
         if part is not None:
@@ -244,6 +264,8 @@ def _pass(
         run: the backward pass.
     """
     step, number = place
+    if not rows:
+        return None
     batch = work.passes.batch(rows)
     seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
     # Dropout, and what a seam draws from torch, then are pure functions of the step.
@@ -263,11 +285,10 @@ def _pass(
     return batch.rows, float(loss.detach())
 
 
-def _reduce(work: Work, tensors: dict[str, nn.Parameter]) -> Tensor:
+def _reduce(work: Work, tensors: dict[str, nn.Parameter], own: dict[str, nn.Parameter]) -> Tensor:
     """Sums gradients over processes; returns the norm of the whole gradient."""
-    gradients = [p.grad for p in tensors.values() if p.grad is not None]
-    work.mesh.reduce_gradients(gradients)
-    return torch.nn.utils.get_total_norm(gradients)  # 0 for no gradients
+    work.mesh.reduce(tensors)
+    return work.mesh.norm(own)
 
 
 def _device(model: nn.Module) -> torch.device:

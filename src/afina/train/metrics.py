@@ -56,6 +56,23 @@ class MetricsFile:
         return durable.writing(FILE, self.folder)
 
 
+class NoFile(MetricsFile):
+    """The figures of a process that does not keep the run: they are the same as those of the one that does."""
+
+    def __init__(self, folder: Path, keep_below: int = 0) -> None:
+        self.folder, self.missing = folder, 0
+
+    def take(self, step: int) -> dict[str, Any]:
+        """Of the newest step nothing but its number."""
+        return {"step": step}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Nothing is written."""
+
+    def sync(self) -> None:
+        """There is nothing on the disk."""
+
+
 def _line(values: Mapping[str, Any]) -> str:
     """JSON has no word for NaN, and other programs read these lines too."""
     plain = {

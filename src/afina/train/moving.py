@@ -84,7 +84,6 @@ class Mover:
         """Moves a tensor and drops its gradient, unless one so far is not finite: then it stays, to be looked at."""
         gradient = parameter.grad
         assert gradient is not None
-        self._mesh.reduce_gradients([gradient])
         norm = self.norms[name] = torch.linalg.vector_norm(gradient)
         self._sound = self._sound and bool(torch.isfinite(norm))
         if not self._sound:

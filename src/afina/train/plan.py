@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
+
+from torch import nn
 
 from afina.config import TrainSettings
 from afina.data.order import steps_in, windows
@@ -124,8 +126,19 @@ def windows_from(
     return ([rows[place] for place in window.rows] for window in found)
 
 
-def optimiser_of(edit: Edit, settings: TrainSettings, seams: Seams) -> Optimiser:
+def optimiser_of(
+    edit: Edit,
+    settings: TrainSettings,
+    seams: Seams,
+    own: Mapping[str, nn.Parameter] | None = None,
+) -> Optimiser:
     """The optimiser of a run, with a group for each learning rate.
+
+    Args:
+        edit: what trains.
+        settings: of the run.
+        seams: of the run.
+        own: of what trains, that which this process moves; None is all of it.
 
     Raises:
         ConfigError: torch.optim has none of that name, or something of the run wants gradients that will be gone.
@@ -140,7 +153,8 @@ def optimiser_of(edit: Edit, settings: TrainSettings, seams: Seams) -> Optimiser
         "betas": settings.betas,
         "eps": settings.eps,
     }
-    return Optimiser(edit.trainable(), scales, settings.optimizer, options)
+    own = edit.trainable() if own is None else own
+    return Optimiser(own, scales, settings.optimizer, options)
 
 
 def _step_size(settings: TrainSettings) -> dict[str, int | None]:

@@ -51,7 +51,8 @@ def train(
     refuse_unfit(model, edit)
     refuse_other_place(edit, settings)
     place = Path(name_of(out, "the run's folder", "a folder, such as 'runs/first'"))
-    folder.refuse_used(place, resume=options.goes_on, overwrite=options.overwrite)
+    if options.mesh.writes:
+        folder.refuse_used(place, resume=options.goes_on, overwrite=options.overwrite)
     if not options.goes_on:
         folder.refuse_inside(place, sources_of(model, tokenizer, options, data, val))
     return Job(model, tokenizer, edit, place, settings, options).run(data, val)

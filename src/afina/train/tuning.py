@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from afina.config import TrainSettings
 from afina.errors import RunError, lasting
 from afina.models.blocks import Blocks
+from afina.parallel.runtime import Mesh, OneProcess
 from afina.train import micro
 from afina.train.passes import Passes
 from afina.train.plan import Plan
@@ -41,6 +42,7 @@ class Tuning:
         blocks: of the model.
         say: who is told.
         clock: seconds.
+        mesh: the processes, which decide alike.
     """
 
     edit: Edit
@@ -49,6 +51,7 @@ class Tuning:
     blocks: Blocks
     say: Reporter
     clock: Callable[[], float] = time.perf_counter
+    mesh: Mesh = field(default_factory=OneProcess)
 
     @property
     def settings(self) -> TrainSettings:
@@ -80,6 +83,7 @@ class Tuning:
             tokens = None
         elif tokens is None:
             tokens, why = micro.find(self.plan.rows, self.plan.usual(), self._pass, self.passes)
+            tokens = round(self.mesh.least(tokens))
             self.say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
         return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, self.passes)
 
@@ -91,7 +95,10 @@ class Tuning:
             if machine.compiled:
                 self._compile(parts[0])
             return state
-        compiled = self._pays(parts, state.total_steps, warm=warm)
+        mine = self._pays(parts, state.total_steps, warm=warm)
+        compiled = bool(self.mesh.least(mine))
+        if mine and not compiled:
+            self.blocks.compile(False)
         return replace(state, machine=replace(machine, compiled=compiled))
 
     def _pays(self, parts: Sequence[Sequence[Row]], steps: int, *, warm: bool) -> bool:

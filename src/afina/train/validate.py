@@ -22,10 +22,17 @@ def mean_loss(
     model: nn.Module,
     micro_batches: Sequence[Sequence[Row]],
     passes: Passes,
+    add: Callable[[float], float] = float,
 ) -> float:
     """Sum of the token losses of all rows, divided by their trained tokens.
 
     The model is set to evaluation for the time (no dropout) and put back.
+
+    Args:
+        model: of the run.
+        micro_batches: of this process.
+        passes: rows -> losses.
+        add: sums a number over the processes that see different rows.
     """
     training = model.training
     model.eval()
@@ -39,6 +46,7 @@ def mean_loss(
                     trained += batch.trained_tokens
     finally:
         model.train(training)
+    total, trained = add(total), add(trained)
     return total / trained if trained else float("nan")
 
 

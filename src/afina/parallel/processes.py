@@ -1,0 +1,214 @@
+"""A run in several processes: the mesh over torch.distributed.
+
+Each process sees its own rows of every step; gradients are summed, so that a step is that of one process with all rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from afina.config import ParallelSettings
+from afina.errors import RunError
+from afina.parallel.held import Copies, Held, held
+from afina.parallel.plan import Plan, plan_of
+from afina.parallel.runtime import Named, dealt
+from afina.tree.pieces import piece_of
+
+T = TypeVar("T")
+
+NAMES = ("pipeline", "replicate", "shard", "tensor")
+"""Of the mesh's dimensions; see `Plan`."""
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells each process it starts."""
+
+
+def started() -> int | None:
+    """How many processes this one was started among; None where nothing says that there are others."""
+    if any(name not in os.environ for name in VARIABLES):
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+class Processes:
+    """See `runtime.Mesh`.
+
+    Args:
+        settings: of the run.
+        processes: how many there are; None asks the environment, as torchrun sets it.
+        rank: of this one; None asks the environment.
+
+    Attributes:
+        plan: how they share the run.
+        rank: of this process.
+        device: where it computes.
+
+    Raises:
+        ConfigError: settings that do not fit the number of processes.
+        RunError: not started by torchrun.
+    """
+
+    def __init__(
+        self, settings: ParallelSettings, processes: int | None = None, rank: int | None = None
+    ) -> None:
+        many = processes if processes is not None else started()
+        if many is None:
+            raise RunError(
+                "this process was not started among others",
+                wanted=f"the variables {', '.join(VARIABLES)}",
+                cure="start with afina train --nproc N, or with torchrun",
+            )
+        self.plan: Plan = plan_of(settings, many)
+        self.rank = int(os.environ["RANK"]) if rank is None else rank
+        self.timeout = timedelta(seconds=settings.timeout_s)
+        local = int(os.environ.get("LOCAL_RANK", self.rank))
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        self._mesh: DeviceMesh | None = None
+        self._held: Held = Copies()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of all processes, its dimensions `NAMES`.
+
+        Raises:
+            RunError: before `begin`.
+        """
+        if self._mesh is None:
+            raise RunError("the processes have not met yet", cure="mesh.begin() first")
+        return self._mesh
+
+    @property
+    def writes(self) -> bool:
+        """The first of them does."""
+        return self.rank == 0
+
+    def begin(self) -> None:
+        """Meets the other processes, unless this has happened."""
+        if self._mesh is not None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                rank=self.rank,
+                world_size=self.plan.processes,
+                timeout=self.timeout,
+            )
+        self._mesh = init_device_mesh(self.device.type, self.plan.degrees, mesh_dim_names=NAMES)
+        # The processes with different rows, as one group.
+        self._mesh["replicate", "shard"]._flatten("data")
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The processes that differ from this one in one dimension of the mesh alone.
+
+        Args:
+            name: one of `NAMES`, or data: with different rows.
+        """
+        return self.mesh.get_group(name)
+
+    def hold(self, model: nn.Module, tensors: Named) -> None:
+        """Takes this process's part of what trains, by the plan."""
+        self._held = held(self, model, tensors)
+
+    def own(self, tensors: Named) -> dict[str, nn.Parameter]:
+        """What this process moves."""
+        return self._held.own(tensors)
+
+    def passed(self, tensors: Named) -> None:
+        """Where gradients are shared out, they are after each round."""
+        self._held.passed(tensors)
+
+    def reduce(self, tensors: Named) -> None:
+        """Sums gradients over the processes with different rows."""
+        self._held.reduce(tensors)
+
+    def publish(self, tensors: Named) -> None:
+        """Gathers what each process moved."""
+        self._held.publish(tensors)
+
+    def norm(self, own: Named) -> Tensor:
+        """Norm of the whole gradient: each piece counts once."""
+        counted = [p.grad for p in own.values() if p.grad is not None and piece_of(p).counted]
+        norm = torch.nn.utils.get_total_norm(counted)
+        if self._held.whole and self.plan.tensor == self.plan.pipeline == 1:
+            return norm
+        square = norm.double().square().to(self.device)
+        dist.all_reduce(square)
+        return square.sqrt().to(norm.dtype)
+
+    def share(self, rows: list[T]) -> list[T]:
+        """Every so manieth row."""
+        return dealt(rows, self.plan.data_rank(self.rank), self.plan.data)
+
+    def rounds(self, micro_batches: int) -> int:
+        """As many as the process with the most needs."""
+        if not self._held.in_rounds:
+            return micro_batches
+        return -round(self.least(-micro_batches))
+
+    def number(self, micro_batch: int) -> int:
+        """Numbers of one process lie as far apart as there are processes with different rows."""
+        return micro_batch * self.plan.data + self.plan.data_rank(self.rank)
+
+    def sum(self, value: float) -> float:
+        """Over the processes with different rows."""
+        return self._all(value, dist.ReduceOp.SUM, self.group("data"))
+
+    def least(self, value: float) -> float:
+        """Over all processes."""
+        return self._all(value, dist.ReduceOp.MIN, None)
+
+    def _all(
+        self, value: float, kind: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+    ) -> float:
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, kind, group=group)
+        return float(found)
+
+    def everywhere(self, names: Iterable[str], among: Iterable[str]) -> frozenset[str]:
+        """See `Mesh.everywhere`."""
+        mine = frozenset(names)
+        spoken: list[frozenset[str]] = [frozenset()] * self.plan.processes
+        dist.all_gather_object(spoken, frozenset(among) - mine)
+        return mine - frozenset().union(*spoken)
+
+    def told(self, make: Callable[[], T]) -> T:
+        """From the first process."""
+        found = [make() if self.writes else None]
+        dist.broadcast_object_list(found, 0)
+        return cast("T", found[0])
+
+    def barrier(self) -> None:
+        """Waits for every process."""
+        dist.barrier()
+
+    def end(self) -> None:
+        """Parts from the others."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._mesh = None
+
+
+def mesh_of(settings: ParallelSettings) -> Processes | None:
+    """The mesh of a process that was started among others; None for one that runs alone."""
+    many = started()
+    return None if many is None or many == 1 else Processes(settings, many)
+
+
+def refuse_alone(settings: ParallelSettings) -> None:
+    """Raises for settings that need several processes, in a run of one.
+
+    Raises:
+        ConfigError: naming how to start more.
+    """
+    plan_of(settings, 1)

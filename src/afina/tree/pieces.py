@@ -1,0 +1,71 @@
+"""Which part of a tensor a process holds, when several processes share it out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+Box = tuple[tuple[int, int], ...]
+"""First index, and the one after the last, in each dimension of the whole tensor."""
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a whole tensor that a process holds.
+
+    Attributes:
+        shape: of the whole tensor.
+        box: what of it is here.
+        counted: whether this process stands for the piece in sums over all processes; where several hold the same
+            piece, one does.
+        total: (scalar of this piece) -> its sum over the pieces that make up the whole; every process that holds one
+            must ask.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    counted: bool = True
+    total: Callable[[Tensor], Tensor] = field(default=_same, compare=False, repr=False)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.box == whole_box(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of a whole tensor, a view."""
+        assert tuple(whole.shape) == self.shape, (tuple(whole.shape), self.shape)
+        return whole[tuple(slice(first, end) for first, end in self.box)]
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def piece_of(parameter: Tensor) -> Piece:
+    """Which part of its tensor a parameter is; the whole where nothing says otherwise."""
+    found = getattr(parameter, _NAME, None)
+    shape = tuple(parameter.shape)
+    return found if isinstance(found, Piece) else Piece(shape, whole_box(shape))
+
+
+def mark(parameter: nn.Parameter, piece: Piece) -> nn.Parameter:
+    """Notes which part of its tensor a parameter is, and returns it."""
+    setattr(parameter, _NAME, piece)
+    return parameter
+
+
+_NAME = "afina_piece"
