@@ -2,14 +2,14 @@
 
     python bench/curriculum.py --data FOLDER --json curriculum.json
     python bench/curriculum.py --only none --only "length"   # some ways; a rerun goes on where the last one stopped
-    python bench/curriculum.py --cached                      # run nothing: the table of what is there
+    python bench/curriculum.py --data FOLDER --cached        # run nothing: the table of what is there
     python bench/curriculum.py --quick                       # a few steps of each, to see that they run
 
 FOLDER holds `train.jsonl` and `test.jsonl`; without it the demo's generated requests are used. Every way trains the
 same LoRA for the same number of steps, at the same rate, over the same rows; the first half of the run is the ramp. The
 loss is a mean over the trained tokens of all test rows, whatever was shown. *control* lets in as many rows at the same
-time as the others, but any rows: what it gains too does not come from the order. A run is kept by its content (way,
-seed, rows, model): delete its folder in `--work` to make it again. The commit that made it stands in its result.
+time as the others, but any rows: what it gains too does not come from the order. A finished run is a small file in
+`--results`, which git keeps: it is made once for its way, seed, rows and model; delete it to make it again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.kit.cache import model_hash  # noqa: E402
 from bench.kit.jobs import write_json  # noqa: E402
+from bench.kit.results import Results, commit  # noqa: E402
 from bench.kit.rows import content_hash, read_lines  # noqa: E402
 
 MODEL = "smollm2-135m"
@@ -56,7 +58,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, metavar="FOLDER", help="train.jsonl and test.jsonl (default: made)")
     add("--quick", action="store_true", help="four steps of each way")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--work", type=Path, default=Path("runs/bench"), help="finished runs are kept here")
+    add("--work", type=Path, default=Path("runs/bench"), help="made rows, and logs, are kept here")
+    add("--results", type=Path, default=ROOT / "bench/results/curriculum", help="finished runs")
     add("--only", action="append", choices=tuple(WAYS), help="this way (may be repeated)")
     add("--seed", action="append", type=int, choices=SEEDS, help="this seed (may be repeated)")
     add("--cached", action="store_true", help="run nothing; take what is there")
@@ -100,36 +103,40 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         options=afina.RunOptions(base=job["model"], reporter=Lines(sys.stdout), overwrite=True),
     )
     tokens = sum(line["tokens"] for line in read_metrics(done.folder))
-    return {"loss": done.scores["loss"], "tokens": tokens, "commit": commit()}
-
-
-def commit() -> str:
-    """The commit of this work tree, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
+    return {"loss": done.scores["loss"], "tokens": tokens}
 
 
 def measured(options: argparse.Namespace, way: str, seed: int) -> dict[str, Any] | None:
     """The result of one run, made in a process of its own; None where it is not there and shall not be made."""
     sizes = QUICK if options.quick else SIZES
     job = {"curriculum": WAYS[way], "seed": seed, **sizes}
+    kept = Results(options.results, cached=options.cached)
+    name = f"{options.data.name}-{way.replace(' ', '-')}-{seed}"
+    if options.cached:
+        return kept.read(name, job, "")
     rows = [
         read_lines(options.data / f"{name}.jsonl")[: sizes[f"{name}_rows"]]
         for name in ("train", "test")
     ]
     key = content_hash([job, rows, model_hash(options.folder)])
-    folder = options.work / f"curriculum-{way.replace(' ', '-')}-{seed}-{key}"
-    result = folder / "result.json"
-    if not result.exists() and not options.cached:
-        folder.mkdir(parents=True, exist_ok=True)
-        places = {"data": str(options.data), "model": options.folder, "folder": str(folder)}
-        write_json(folder / "job.json", {**job, **places, "threads": options.threads})
-        command = [sys.executable, __file__, "--job", str(folder / "job.json")]
+    result = kept.read(name, job, key)
+    if result is None:
+        result = made(options, job, name)
+        kept.write(name, job, key, result, commit())
+    return result
+
+
+def made(options: argparse.Namespace, job: dict[str, Any], name: str) -> dict[str, Any]:
+    """Makes a run in a process of its own, whose log stays in `--work`."""
+    options.work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        places = {"data": str(options.data), "model": options.folder, "folder": folder}
+        write_json(Path(folder) / "job.json", {**job, **places, "threads": options.threads})
+        command = [sys.executable, __file__, "--job", str(Path(folder) / "job.json")]
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", **os.environ}
-        with (folder / "log").open("w", encoding="utf-8") as log:
+        with (options.work / f"curriculum-{name}.log").open("w", encoding="utf-8") as log:
             subprocess.run(command, cwd=ROOT, env=quiet, stdout=log, stderr=log, check=True)
-    return json.loads(result.read_text("utf-8")) if result.exists() else None
+        return json.loads((Path(folder) / "result.json").read_text("utf-8"))
 
 
 def figures(found: dict[str, dict[int, float]], work: str) -> list[dict[str, Any]]:
@@ -167,6 +174,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def prepare(options: argparse.Namespace) -> None:
+    """Finds the model, and makes the rows where none are given."""
+    from afina.models.hub import resolve
+
+    options.folder = str(resolve(options.model))
+    if options.data is None:
+        from demo.calls import write
+
+        write(options.work / "requests", train=SIZES["train_rows"], test=SIZES["test_rows"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status, 0."""
     options = parse(arguments)
@@ -174,16 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = json.loads(options.job.read_text("utf-8"))
         write_json(Path(job["folder"]) / "result.json", run(job))
         return 0
-    from afina.models.hub import resolve
-
     options.work = options.work.resolve()
-    options.folder = str(resolve(options.model))
-    if options.data is None:
-        from demo.calls import write
-
-        options.data = options.work / "requests"
-        write(options.data, train=SIZES["train_rows"], test=SIZES["test_rows"])
-    options.data = options.data.resolve()
+    if options.quick:
+        options.results = options.work / "quick-curriculum"
+    if not options.cached:
+        prepare(options)
+    options.data = options.data.resolve() if options.data else options.work / "requests"
     found: dict[str, dict[int, float]] = {way: {} for way in options.only or WAYS}
     for seed in options.seed or SEEDS:
         for way, losses in found.items():

@@ -1,20 +1,20 @@
 """Does gradient noise help? The validation loss of LoRA with and without it, on the same rows.
 
     python bench/noise.py --data FOLDER --json noise.json
-    python bench/noise.py --cached --json noise.json         # run nothing: the table of what is there
+    python bench/noise.py --data FOLDER --only none --only "relative, eta 0.3"   # some settings
+    python bench/noise.py --data FOLDER --cached             # run nothing: the table of what is there
     python bench/noise.py --quick                            # one step of two settings, to see that they run
 
 FOLDER holds `train.jsonl` and `test.jsonl`; without it the demo's generated requests are used. Each setting runs with
 each seed over the same rows (30 steps of 8, linear from 1e-3 to 0, LoRA of rank 16 on all linears), in fp32, and is
 scored by its loss on 96 rows of the test file. Seed by seed all settings start from the same values and see the rows in
 the same order, so that a difference between two of them is the noise's; how far two seeds lie apart says what such a
-difference is worth. A run is kept by its content in `--work`: delete its file to make it again.
+difference is worth. A finished run is a small file in `--results`, which git keeps; delete it to make it again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.kit.cache import model_hash  # noqa: E402
 from bench.kit.jobs import write_json  # noqa: E402
+from bench.kit.results import Results, commit  # noqa: E402
 from bench.kit.rows import content_hash, read_lines  # noqa: E402
 
 MODEL = "smollm2-135m"
@@ -64,15 +65,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, metavar="FOLDER", help="train.jsonl and test.jsonl (default: made)")
     add("--quick", action="store_true", help="one step of two settings, four rows")
     add("--json", type=Path, metavar="FILE", help="write the rows there")
-    add("--work", type=Path, default=Path("runs/bench"), help="results are kept here")
+    add("--work", type=Path, default=Path("runs/bench"), help="made rows are kept here")
+    add("--results", type=Path, default=ROOT / "bench/results/noise", help="finished runs here")
+    add("--only", action="append", choices=tuple(SETTINGS), help="this (may be repeated)")
     add("--cached", action="store_true", help="run nothing; take what is there")
     add("--threads", type=int, default=1, help="CPU threads")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.results = options.work / "quick-noise"
+    return options
 
 
 def read(options: argparse.Namespace) -> Data:
     """The rows of the bench: of the training file the first after a shuffle, of the test file the first."""
     folder = options.data
+    if options.cached:
+        return Data(folder.name if folder else "requests", [], [])
     train_rows, val_rows = (4, 4) if options.quick else (STEPS * BATCH, VAL_ROWS)
     if folder is None:
         from demo.calls import write
@@ -84,11 +92,11 @@ def read(options: argparse.Namespace) -> Data:
     return Data(folder.name, train[:train_rows], read_lines(folder / "test.jsonl")[:val_rows])
 
 
-def jobs(quick: bool) -> Iterator[dict[str, Any]]:
+def jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is run, setting by setting and seed by seed."""
-    names = list(SETTINGS)[:2] if quick else list(SETTINGS)
-    for seed in SEEDS[: 1 if quick else None]:
-        for name in names:
+    quick = options.quick
+    for name in options.only or list(SETTINGS)[: 2 if quick else None]:
+        for seed in SEEDS[: 1 if quick else None]:
             yield {
                 "noise": SETTINGS[name],
                 "name": name,
@@ -98,13 +106,6 @@ def jobs(quick: bool) -> Iterator[dict[str, Any]]:
                 "lr": LR,
                 "rank": RANK,
             }
-
-
-def kept(options: argparse.Namespace, job: dict[str, Any], data: Data, model: str) -> Path:
-    """Where the result of a job lies."""
-    key = content_hash([job, data.train, data.val, model])
-    name = job["name"].replace(", ", "-").replace(" ", "-")
-    return options.work / f"noise-{data.work}-{name}-{job['seed']}-{key}.json"
 
 
 def train(job: dict[str, Any], data: Data, folder: str, threads: int) -> float:
@@ -146,16 +147,20 @@ def results(options: argparse.Namespace, data: Data) -> list[dict[str, Any]]:
     """Every job with its loss; those left out that are not there and shall not be run."""
     from afina.models.hub import resolve
 
-    folder = str(resolve(MODEL))
+    kept = Results(options.results, cached=options.cached)
+    folder = "" if options.cached else str(resolve(MODEL))
+    model = "" if options.cached else model_hash(folder)
     found: list[dict[str, Any]] = []
-    for job in jobs(options.quick):
-        file = kept(options, job, data, model_hash(folder))
-        if not file.exists() and not options.cached:
-            loss = train(job, data, folder, options.threads)
-            print(f"  {job['name']}, seed {job['seed']}: {loss:.4f}", flush=True)
-            write_json(file, {**job, "loss": loss})
-        if file.exists():
-            found.append(json.loads(file.read_text("utf-8")))
+    for job in jobs(options):
+        file = f"{data.work}-{job['name'].replace(', ', '-').replace(' ', '-')}-{job['seed']}"
+        key = content_hash([job, data.train, data.val, model])
+        result = kept.read(file, job, key)
+        if result is None and not options.cached:
+            result = {"loss": train(job, data, folder, options.threads)}
+            print(f"  {job['name']}, seed {job['seed']}: {result['loss']:.4f}", flush=True)
+            kept.write(file, job, key, result, commit())
+        if result is not None:
+            found.append({**job, **result})
     return found
 
 
@@ -207,9 +212,9 @@ def figures(rows: Sequence[dict[str, Any]], work: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    options = parse()
+    options = parse(arguments)
     data = read(options)
     rows = table(results(options, data))
     print("\n".join(lines(rows)) if rows else "nothing is there yet")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import afina
+from bench import curriculum
 from bench.curriculum import WAYS, figures, table
 
 
@@ -32,3 +35,25 @@ def test_losses_stand_beside_those_without_a_curriculum() -> None:
     ]
     assert table(found).splitlines()[3] == "| length | 0.6000 (0), 0.9000 (1) | 0.7500 | 1.250 |"
     assert figures({"length": {0: 0.6}}, "tiny")[0]["ratio"] is None
+
+
+def test_a_finished_run_is_not_made_again_and_is_found_by_its_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def made(*call: object) -> dict[str, float]:
+        ran.append(str(call[-1]))
+        return {"loss": 2.0, "tokens": 3}
+
+    monkeypatch.setattr(curriculum, "made", made)
+    monkeypatch.setattr(curriculum, "read_lines", lambda file: [{"prompt": str(file)}])
+    monkeypatch.setattr(curriculum, "model_hash", lambda folder: "model")
+    options = curriculum.parse(["--data", str(tmp_path), "--results", str(tmp_path / "kept")])
+    options.folder = ""
+    first = curriculum.measured(options, "length", 0)
+    assert first == curriculum.measured(options, "length", 0)
+    assert ran == [f"{tmp_path.name}-length-0"]
+    options.cached = True
+    assert curriculum.measured(options, "length", 0) == first
+    assert curriculum.measured(options, "length", 1) is None

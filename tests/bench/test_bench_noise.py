@@ -10,7 +10,7 @@ import pytest
 from afina.models import hub
 from afina.optim.gradient_noise import GradientNoise
 from bench import noise
-from bench.noise import PLAIN, SEEDS, SETTINGS, Data, figures, jobs, kept, lines, parse, table
+from bench.noise import PLAIN, SEEDS, SETTINGS, Data, figures, jobs, lines, parse, table
 
 DATA = Data("some", [{"prompt": "a", "completion": "b"}], [{"prompt": "c", "completion": "d"}])
 NOISY = "relative, eta 0.01"
@@ -32,24 +32,11 @@ def test_every_setting_is_one_of_the_technique() -> None:
 
 
 def test_each_setting_runs_with_each_seed() -> None:
-    found = [(job["name"], job["seed"]) for job in jobs(quick=False)]
+    found = [(job["name"], job["seed"]) for job in jobs(parse([]))]
     assert sorted(found) == sorted((name, seed) for name in SETTINGS for seed in SEEDS)
-    assert len(list(jobs(quick=True))) == 2
-
-
-def test_a_result_is_kept_by_all_that_it_depends_on(tmp_path: Path) -> None:
-    options = parse(["--work", str(tmp_path)])
-    one, other = list(jobs(quick=False))[:2]
-    changed = Data("some", DATA.train, [])
-    places = {
-        kept(options, one, DATA, "model"),
-        kept(options, other, DATA, "model"),
-        kept(options, {**one, "lr": 1.0}, DATA, "model"),
-        kept(options, one, changed, "model"),
-        kept(options, one, DATA, "another"),
-    }
-    assert len(places) == 5
-    assert kept(options, one, DATA, "model") in places
+    assert len(list(jobs(parse(["--quick"])))) == 2
+    some = [(job["name"], job["seed"]) for job in jobs(parse(["--only", NOISY]))]
+    assert some == [(NOISY, seed) for seed in SEEDS]
 
 
 def test_nothing_runs_twice_and_nothing_at_all_where_it_is_cached(
@@ -64,12 +51,21 @@ def test_nothing_runs_twice_and_nothing_at_all_where_it_is_cached(
     monkeypatch.setattr(noise, "train", train)
     monkeypatch.setattr(noise, "model_hash", lambda folder: "model")
     monkeypatch.setattr(hub, "resolve", lambda name: tmp_path)
-    assert noise.results(parse(["--work", str(tmp_path), "--quick", "--cached"]), DATA) == []
-    options = parse(["--work", str(tmp_path), "--quick"])
+    options, cached = (
+        parse(["--work", str(tmp_path), "--quick", *more]) for more in ([], ["--cached"])
+    )
+    assert noise.results(cached, DATA) == []
     first, again = noise.results(options, DATA), noise.results(options, DATA)
     assert ran == list(SETTINGS)[:2]
     assert first == again
     assert [one["loss"] for one in first] == [2.0, 2.0]
+    # By the job alone: rows and model need not be here.
+    assert noise.results(cached, Data("some", [], [])) == first
+    # Of other rows, or another model, it is another result.
+    noise.results(options, Data("some", DATA.train, []))
+    monkeypatch.setattr(noise, "model_hash", lambda folder: "another")
+    noise.results(options, Data("some", DATA.train, []))
+    assert ran == list(SETTINGS)[:2] * 3
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
