@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from afina.adapters import files
-from afina.errors import RunError, TechniqueError
+from afina.errors import RunError
 from afina.optim.optimisers import Optimiser
 from afina.table import apply
 from afina.techniques.ia3 import IA3
@@ -89,13 +89,17 @@ def test_the_last_edit_trains_and_its_undo_gives_every_flag_back() -> None:
     refuse_unfit(first.model, first)
 
 
-def test_a_second_lora_on_the_same_maps_is_refused_with_the_way_to_their_sum() -> None:
-    first = edited()
-    before, answer = trains(first.model), battery.logits(first.model)
-    with pytest.raises(TechniqueError, match="afina combine"):
-        apply(first.model, [LoRA(rank=3)])
-    assert trains(first.model) == before
-    assert torch.equal(battery.logits(first.model), answer)
+def test_an_edit_that_goes_before_a_later_one_leaves_its_flags() -> None:
+    first = edited(whole=False)
+    model = first.model
+    second = apply(model, [LoRA(rank=3, modules_to_save=("lm_head",))])
+    mine = trains(model)
+    assert mine == set(second.trainable())
+    first.undo()
+    assert trains(model) == mine
+    refuse_unfit(model, second)
+    second.undo()
+    assert trains(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_peft_turns_flags_on_and_off(tmp_path: Path) -> None:

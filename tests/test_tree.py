@@ -16,7 +16,7 @@ from afina.errors import TechniqueError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA, LoRADelta
-from afina.tree import Delta, Edit, freeze, match, matches, seed_of
+from afina.tree import Delta, Edit, match, matches, seed_of, stands_on
 from tests import battery
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -73,14 +73,17 @@ def test_a_seed_is_the_same_for_ever() -> None:
     assert seed_of(0, "x") == 8_599_623_748_626_867_949
 
 
-def test_freeze_puts_flags_back() -> None:
+def test_an_edit_freezes_and_its_undo_puts_flags_back() -> None:
     model = battery.build("llama")
     flags = {n: i % 2 == 0 for i, (n, _) in enumerate(model.named_parameters())}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(flags[name])
-    restore = freeze(model)
+    edit = Edit(model, [])
+    edit.stand()
     assert not any(p.requires_grad for p in model.parameters())
-    restore()
+    assert [stand.edit() for stand in stands_on(model)] == [edit]
+    edit.undo()
+    assert not stands_on(model)
     assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
 
 
@@ -124,13 +127,20 @@ def test_two_edits_undone_in_reverse() -> None:
     assert torch.equal(battery.logits(model), answer)
 
 
-def test_a_failure_half_way_leaves_nothing() -> None:
-    """The first attention is free, the second already has a child of that name."""
+def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first maps get their child, and a later one does not."""
     model = battery.build("llama")
     edit = apply(model, [LoRA(rank=4, target=("layers.1.self_attn.v_proj",))])
-    before = battery.picture(model)
+    before, right = battery.picture(model), Edit.attach
+
+    def attach(self: Edit, target: str, *rest: Any) -> None:
+        if target == "model.layers.1.mlp.down_proj":
+            raise TechniqueError("there is no room")
+        right(self, target, *rest)
+
+    monkeypatch.setattr(Edit, "attach", attach)
     for technique in (LoRA(rank=2), LoRA(rank=2, modules_to_save=("lm_head",))):
-        with pytest.raises(TechniqueError, match="already has something named 'lora'"):
+        with pytest.raises(TechniqueError, match="no room"):
             apply(model, [technique])
         battery.same_picture(battery.picture(model), before)
     edit.undo()

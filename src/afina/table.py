@@ -30,7 +30,7 @@ from afina.techniques.quantize import Quantize, found_in
 from afina.techniques.reversible import Reversible, coupled, marked
 from afina.techniques.token_pruning import TokenPruning
 from afina.techniques.trainable_tokens import TrainableTokens
-from afina.tree import Edit, Technique, freeze
+from afina.tree import Edit, Technique, stands_on
 
 TECHNIQUES: dict[str, type[Technique]] = {
     "quantize": Quantize,
@@ -152,6 +152,28 @@ def check(techniques: Sequence[Technique]) -> list[Technique]:
     return sorted(techniques, key=lambda t: ORDER.index(t.key))
 
 
+def _refuse_beside(model: nn.Module, techniques: Sequence[Technique]) -> None:
+    """Raises for a technique that cannot act beside those of earlier edits of the model.
+
+    A tensor that an earlier edit trained in place is a base like any other, and so is a quantised one.
+
+    Raises:
+        TechniqueError: naming the two, with the reason.
+    """
+    earlier = {t.key for stand in stands_on(model) for t in stand.techniques}
+    mine = {t.key for t in techniques}
+    for pair, reason in CLASHES.items():
+        first, second = pair
+        crossed = (first in earlier and second in mine) or (second in earlier and first in mine)
+        if crossed and not set(pair) & {"full", "quantize"}:
+            there = first if first in earlier else second
+            raise TechniqueError(
+                f"{first} and {second} cannot be combined: {reason}",
+                got=f"an earlier edit of this model, with {there}",
+                cure="undo that first; it can be put on again when this one is undone",
+            )
+
+
 def apply(
     model: nn.Module,
     techniques: Sequence[Technique],
@@ -192,8 +214,9 @@ def apply(
     coupling = None if coupled(model) else marked(model)
     if coupling is not None and not any(isinstance(t, Reversible) for t in listed):
         listed = check([*listed, coupling])  # one that was trained so says nothing of use otherwise
+    _refuse_beside(model, listed)
     with Edit(model, listed).whole() as edit:
-        edit.on_undo(freeze(model))
+        edit.stand()
         for technique in edit.techniques:
             part = technique.apply(model, undoable=undoable)
             # Absorbed before it gets its values: should these fail, it goes back with the rest.

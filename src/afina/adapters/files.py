@@ -14,7 +14,14 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from afina.adapters.card import Record, card, dumps, record_of
-from afina.adapters.contents import fill, part_config, parts_of, peft_config, peft_tensors
+from afina.adapters.contents import (
+    fill,
+    name_in_model,
+    part_config,
+    parts_of,
+    peft_config,
+    peft_tensors,
+)
 from afina.adapters.fitting import SHOWN, Fitted, fit
 from afina.adapters.layout import (
     CARD,
@@ -29,7 +36,7 @@ from afina.places import local
 from afina.problems import name_of
 from afina.seams import require_model
 from afina.table import apply
-from afina.tree import Edit
+from afina.tree import Edit, edits_on
 
 __all__ = ["Fitted", "Record", "fit", "load", "peft_config", "peft_tensors", "put", "read_tensors"]
 __all__ += ["replace_folder", "restore", "save"]
@@ -101,8 +108,11 @@ def _refuse_state(edit: Edit) -> None:
     """Raises for an edit whose tensors are not, or not just now, what was trained."""
     if edit.undone:
         what, cure = "the edit was undone, and what it trained is gone", "save before edit.undo()"
-    elif not all(delta.enabled for delta in edit.deltas.values()):
-        what, cure = "the edit is disabled", "save outside of edit.disabled()"
+    elif not any(edit.strengths.values()) and edit.strengths:
+        what, cure = "the edit is disabled", "save outside of edit.disabled(), or after edit.on()"
+    elif not edit.whole_strength:
+        what = "the edit is scaled or partly off, and its files are of what was trained"
+        cure = "save after edit.on() and edit.scale(1); afina combine OUT:0.5 -o HALF writes a scaled one"
     elif any(tensor.is_meta for tensor in edit.trainable().values()):
         what, cure = "the model is on the meta device and has no values", "load its weights first"
     else:
@@ -137,6 +147,7 @@ def put(model: nn.Module, fitted: Fitted) -> Edit:
         AdapterError: when the model does not take it, such as one that has an adapter on the same places.
     """
     told = fitted.notes[0].partition(":")[0]
+    _refuse_two_values(model, fitted, told)
     try:
         edit = apply(model, (*fitted.beside, *fitted.techniques))
     except (AfinaError, ValidationError) as error:
@@ -148,6 +159,25 @@ def put(model: nn.Module, fitted: Fitted) -> Edit:
         raise
     edit.notes.extend([*fitted.notes, *_rounded(edit, fitted.tensors)])
     return edit
+
+
+def _refuse_two_values(model: nn.Module, fitted: Fitted, told: str) -> None:
+    """Raises where the file has a base tensor whole that an earlier edit of the model has trained to another value.
+
+    Raises:
+        AdapterError: naming it.
+    """
+    theirs = {id(p): name for edit in edits_on(model) for name, p in edit.in_place.items()}
+    own = dict(model.named_parameters(remove_duplicate=False))
+    names = [name_in_model(key) for key in fitted.tensors]
+    twice = sorted({theirs[id(own[n])] for n in names if n in own and id(own[n]) in theirs})
+    if twice:
+        raise AdapterError(
+            f"{told} cannot be put onto this model: it has a tensor whole that an adapter which is there has too",
+            got=f"{', '.join(twice[:3])}{', …' if len(twice) > 3 else ''}",
+            wanted="one value for each tensor of the base",
+            cure="undo the other first, or make one of the two: afina combine A B -o C (in Python afina.combine)",
+        )
 
 
 def _rounded(edit: Edit, tensors: Mapping[str, Tensor]) -> list[str]:

@@ -14,15 +14,14 @@ rounding gives. So its first part is its own, and `same_base` compares the signs
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from afina.ops.packed import PackedWeight
 from afina.ops.sample import sample
-from afina.tree import Delta, Edit
+from afina.tree import Delta, Edit, originals
 
 Read = Callable[[str], Tensor]
 """The values of a base tensor, by its name in the model."""
@@ -39,7 +38,8 @@ def base_fingerprint(
 
     Args:
         model: its parameters are looked at, not its buffers, and not what techniques attached to it.
-        edit: base tensors that it trains in place are left out; what it folded into the base is not seen.
+        edit: base tensors that it trains in place are left out. What edits folded into the base is not seen, nor what
+            others trained in place.
         without: names of further base tensors to leave out. Whoever compares two fingerprints must leave out the same.
         read: gives the values of one tensor after the other, where the model itself is on the meta device.
 
@@ -47,12 +47,16 @@ def base_fingerprint(
         `bf16:<64 bits>+signs:<64 bits>`, in hexadecimal; `fp16:…` where a base tensor is fp16. A change of a tensor
         that misses its samples is not seen.
     """
-    with nullcontext() if edit is None else edit.unfolded():
-        return _fingerprint(model, edit, without, read)
+    with originals(model) as kept:
+        return _fingerprint(model, edit, without, read, kept)
 
 
 def _fingerprint(
-    model: nn.Module, edit: Edit | None, without: Iterable[str], read: Read | None
+    model: nn.Module,
+    edit: Edit | None,
+    without: Iterable[str],
+    read: Read | None,
+    kept: Mapping[int, Tensor],
 ) -> str:
     named = dict(model.named_parameters(remove_duplicate=False))
     left_out = {id(p) for name in without for p in _named(named, name)}
@@ -64,7 +68,9 @@ def _fingerprint(
     for name, parameter in _base(model).items():
         if id(parameter) in left_out:
             continue
-        seen = _sampled(parameter if read is None else read(name))
+        # Another edit of the model may train a base tensor in place: the base is what it was before.
+        value = kept.get(id(parameter), parameter)
+        seen = _sampled(value if read is None else read(name))
         half |= seen.dtype == torch.float16
         head = f"{_lasting(name)}{tuple(parameter.shape)}".encode()
         values.append(hashlib.sha256(head + _as_bf16(seen)).digest())

@@ -217,6 +217,7 @@ class AdaLoRADelta(Delta):
 
     follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out", "e": "none"}
     foldable: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
     def __init__(self, site: seams.MapSite, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -253,8 +254,15 @@ class AdaLoRADelta(Delta):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The base's output `y` and the change beside it."""
+        return self._added(x, y, self.scaling)
+
+    def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The same with another s: no digit of the change is lost in the output first."""
+        return self._added(x, y, self.scaling * self.strength)
+
+    def _added(self, x: Tensor, y: Tensor, scaling: float) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return low_rank_add(x, y, self.a * self.e, self.b, self.scaling, dropout=dropout)
+        return low_rank_add(x, y, self.a * self.e, self.b, scaling, dropout=dropout)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

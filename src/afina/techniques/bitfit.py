@@ -134,6 +134,7 @@ class BitFitDelta(Delta):
 
     follows: ClassVar[Mapping[str, Side]] = {"bias": "out"}
     foldable: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
     def __init__(self, site: seams.MapSite) -> None:
         super().__init__()
@@ -145,6 +146,10 @@ class BitFitDelta(Delta):
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """y + b, rounded once."""
         return (y + self.bias).to(y.dtype)
+
+    def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """y + strength · b, rounded once."""
+        return (y + self.bias * self.strength).to(y.dtype)
 
     def reset(self, seed: int) -> None:
         """Zero."""

@@ -230,13 +230,20 @@ class BottleneckDelta(Delta):
             y: what it adds to the stream.
             base: not read.
         """
+        return y + self._change(x, y).to(y.dtype)
+
+    def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The same with `strength` times the change."""
+        return y + (self._change(x, y) * self.strength).to(y.dtype)
+
+    def _change(self, x: Tensor, y: Tensor) -> Tensor:
         z = x if self.parallel else y
         change = bottleneck(z, self.down, self.down_bias, self.up, self.up_bias, self.function)
         if self.scale is not None:
             change = change * self.scale.to(change.dtype)
         elif self.scaling is not None:
             change = change * self.scaling
-        return y + F.dropout(change, self.dropout, self.training).to(y.dtype)
+        return F.dropout(change, self.dropout, self.training)
 
     def hooks(self, module: nn.Module, key: str) -> list[RemovableHandle]:
         """Acts on the first output of `module`; a parallel one reads where the sublayer begins."""

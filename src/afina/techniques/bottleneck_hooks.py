@@ -28,7 +28,7 @@ class Reads:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the sublayer's beginning."""
-        if self.delta.enabled:
+        if self.delta.acts:
             self.delta.slot.held = _first(args, kwargs)
 
 
@@ -43,14 +43,14 @@ class Adds:
     ) -> Any:
         """Behind the sublayer's end; returns what takes the output's place."""
         delta: BottleneckDelta = getattr(module, self.key)
-        if not delta.enabled:
+        if not delta.acts:
             return output
         x, delta.slot.held = delta.slot.held, None
         x = _first(args, kwargs) if x is None else x
         if not isinstance(output, tuple):
-            return delta(x, output, module)
+            return delta.scaled(x, output, module)
         several = cast("tuple[Any, ...]", output)
-        return (delta(x, several[0], module), *several[1:])
+        return (delta.scaled(x, several[0], module), *several[1:])
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -129,6 +129,8 @@ class DoRADelta(LoRADelta):
     """A, B and the magnitudes m of one map, in fp32 whatever the base's dtype (fp64 beside an fp64 base)."""
 
     follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out", "m": "out"}
+    additive: ClassVar[bool] = False
+    alone: ClassVar[str] = "each sets the lengths of the base's own rows"
 
     def __init__(
         self,
@@ -154,6 +156,10 @@ class DoRADelta(LoRADelta):
         dropout = self.dropout if self.training else 0.0
         z = low_rank_add(x, y, a_RI, b_OR, self.scaling, dropout=dropout)
         return rescaled(z, self.m, self.norms(base), getattr(base, "bias", None))
+
+    def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """A part of the way from the base's output to the changed one, as for any change that is no sum."""
+        return Delta.scaled(self, x, y, base)
 
     def norms(self, base: nn.Module) -> Tensor:
         """n, (out,); of an answer's many passes the first computes it."""

@@ -63,6 +63,9 @@ class EncoderStack(Delta):
         training_keep: the same in training, just now.
     """
 
+    alone: ClassVar[str] = "each chooses the tokens that stay"
+    scalable: ClassVar[bool] = False
+
     def __init__(self, keep: float, always: int, score: str) -> None:
         super().__init__()
         self.keep = self.training_keep = keep
@@ -101,7 +104,7 @@ class _Begins:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         child: EncoderStack = getattr(module, self.key)
-        journey = child.journey(module.training) if child.enabled else None
+        journey = child.journey(module.training) if child.acts else None
         if journey is None:
             return args, kwargs
         journey.protected += front_of(module)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +162,9 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 class FrontDelta(Delta):
     """What stands at the places in front of a row."""
+
+    alone: ClassVar[str] = "which of them comes first is not said"
+    scalable: ClassVar[bool] = False
 
     def __init__(self, front: int) -> None:
         super().__init__()

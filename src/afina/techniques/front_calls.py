@@ -38,7 +38,7 @@ class FrontCalls:
         """
         delta = getattr(module, self.key)
         self.added = 0
-        if not delta.enabled:
+        if not delta.acts:
             return None
         names = list(inspect.signature(module.forward).parameters)
         named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -64,7 +64,7 @@ class FrontCalls:
     ) -> Any:
         """What the trunk gives, without the places; a forward hook."""
         delta = getattr(module, self.key)
-        if delta.enabled:
+        if delta.acts:
             delta.checked(kwargs)
         if not self.added:
             return output

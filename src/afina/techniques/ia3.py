@@ -150,6 +150,12 @@ class IA3Out(Delta):
         """l ∘ y, rounded once."""
         return (y * self.l.flatten()).to(y.dtype)
 
+    def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """(1 + strength · (l - 1)) ∘ y, rounded once."""
+        return (y * torch.lerp(torch.ones_like(self.l), self.l, self.strength).flatten()).to(
+            y.dtype
+        )
+
     def reset(self, seed: int) -> None:
         """All one."""
         nn.init.ones_(self.l)
@@ -182,6 +188,12 @@ class IA3In(Delta):
     def inward(self, x: Tensor, base: nn.Module) -> Tensor:
         """l ∘ x, rounded once."""
         return (x * self.l.flatten()).to(x.dtype)
+
+    def scaled_inward(self, x: Tensor, base: nn.Module) -> Tensor:
+        """(1 + strength · (l - 1)) ∘ x, rounded once."""
+        return (x * torch.lerp(torch.ones_like(self.l), self.l, self.strength).flatten()).to(
+            x.dtype
+        )
 
     def reset(self, seed: int) -> None:
         """All one."""

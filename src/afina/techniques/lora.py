@@ -30,6 +30,7 @@ Büyükakyüz 2024, "OLoRA", arXiv 2406.01775, section 3; Li et al. 2023, "LoftQ
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -189,7 +190,8 @@ class LoRA(OnMaps):
 
     def lr_scale(self, name: str) -> float:
         """LoRA+: B learns `loraplus_ratio` times as fast as A."""
-        ups = name.endswith(".b") and f".{self.key}." in name
+        # A child's own, and no base tensor that trains in place; the second of a kind has a number in its name.
+        ups = re.fullmatch(rf"(.*\.)?{self.key}(_\d+)?\.(.*\.)?b", name)
         return self.loraplus_ratio if self.loraplus_ratio and ups else 1.0
 
 
@@ -230,6 +232,7 @@ class LoRADelta(Delta):
 
     follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out"}
     foldable: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
     a0: Tensor | None
     b0: Tensor | None
@@ -303,12 +306,18 @@ class LoRADelta(Delta):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The base's output `y` and the change beside it."""
+        return self._added(x, y, self.scaling)
+
+    def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The same with another s: no digit of the change is lost in the output first."""
+        return self._added(x, y, self.scaling * self.strength)
+
+    def _added(self, x: Tensor, y: Tensor, scaling: float) -> Tensor:
         a_RI, b_OR = self.factors()
         if self.kind == "embedding":
-            scaling = self.scaling * self.multiplier
-            return y + low_rank_rows(x, a_RI, b_OR, scaling).to(y.dtype)
+            return y + low_rank_rows(x, a_RI, b_OR, scaling * self.multiplier).to(y.dtype)
         dropout = self.dropout if self.training else 0.0
-        return low_rank_add(x, y, a_RI, b_OR, self.scaling, dropout=dropout)
+        return low_rank_add(x, y, a_RI, b_OR, scaling, dropout=dropout)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, cast
@@ -118,8 +118,9 @@ def one_by_one(
             weight = getattr(experts, name)[expert]
             y = F.linear(rows, weight.t() if experts.is_transposed else weight)
             y = y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y
-            path = paths.get(name)
-            return y if path is None else path.beside(rows, y, expert)
+            for path in paths.get(name, ()):
+                y = path.beside(rows, y, expert)
+            return y
 
         done = _through(experts, x_ND[token], product) * weights_NK[token, choice, None]
         out_ND.index_add_(0, token, done.to(out_ND.dtype))
@@ -140,8 +141,9 @@ def in_groups(
         weight = getattr(experts, name)
         y = grouped(rows, weight if experts.is_transposed else weight.transpose(1, 2), ends_E)
         y = y + getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else y
-        path = paths.get(name)
-        return y if path is None else path.grouped(rows, y, ends_E)
+        for path in paths.get(name, ()):
+            y = path.grouped(rows, y, ends_E)
+        return y
 
     done_SD = _through(experts, x_ND[order_S // choices], product)
     done_SD = done_SD * weights_NK.reshape(-1)[order_S, None]
@@ -191,6 +193,7 @@ class ExpertPath(Delta):
     """A and B of all experts beside one projection, in fp32 whatever the base's dtype (fp64 beside fp64)."""
 
     foldable: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
     def __init__(self, site: ExpertSite, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -222,7 +225,8 @@ class ExpertPath(Delta):
         """The output `y` of one expert for its `rows`, and the change beside it."""
         dropout = self.dropout if self.training else 0.0
         a_RI, b_OR = self.downs()[expert], self.ups()[expert]
-        return low_rank_add(rows, y, a_RI, b_OR, self.scaling, dropout=dropout)
+        scaling = self.scaling * self.strength
+        return low_rank_add(rows, y, a_RI, b_OR, scaling, dropout=dropout)
 
     def grouped(self, rows: Tensor, y: Tensor, ends_E: Tensor) -> Tensor:
         """The same for rows sorted by expert."""
@@ -231,7 +235,8 @@ class ExpertPath(Delta):
         spare = -self.rank % 8
         a_EIR = F.pad(self.downs(), (0, 0, 0, spare)).to(rows.dtype).transpose(1, 2)
         b_ERO = F.pad(self.ups(), (0, spare)).to(rows.dtype).contiguous().transpose(1, 2)
-        return y + self.scaling * grouped(grouped(seen, a_EIR, ends_E), b_ERO, ends_E)
+        scaling = self.scaling * self.strength
+        return y + scaling * grouped(grouped(seen, a_EIR, ends_E), b_ERO, ends_E)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -249,7 +254,8 @@ class ExpertPath(Delta):
         return change.transpose(1, 2) if self.turned else change
 
 
-Paths = Mapping[str, ExpertPath]
+Paths = Mapping[str, Sequence[ExpertPath]]
+"""What acts beside each projection: one path, or those of several adapters."""
 
 
 class ExpertsDelta(Delta):
@@ -257,11 +263,11 @@ class ExpertsDelta(Delta):
 
     follows: ClassVar[Mapping[str, Side]] = {}
     foldable: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
-    def __init__(self, paths: Paths) -> None:
+    def __init__(self, paths: Mapping[str, ExpertPath]) -> None:
         super().__init__()
         self.dropout = max(path.dropout for path in paths.values())
-        self.plain = EAGER
         for name, path in paths.items():
             self.add_module(name, path)
 
@@ -269,6 +275,12 @@ class ExpertsDelta(Delta):
     def paths(self) -> dict[str, ExpertPath]:
         """The path beside each projection."""
         return {n: p for n, p in self.named_children() if isinstance(p, ExpertPath)}
+
+    def counts(self, strength: float) -> None:
+        """All paths do."""
+        super().counts(strength)
+        for path in self.paths.values():
+            path.counts(strength)
 
     def weights(self) -> dict[str, Delta]:
         """Each projection has a weight of its own."""
@@ -293,19 +305,31 @@ class ExpertsDelta(Delta):
         return [Redirected(module, key)]
 
 
+_OWN = "_afina_own_config"
+_KEYS = "_afina_paths"
+
+
 class Redirected:
-    """A module of experts that goes through our function until this is removed."""
+    """A module of experts that goes through our function until this, and all others of that module, are removed."""
 
     def __init__(self, module: Any, key: str) -> None:
-        self._module, self._config = module, module.config
-        module.config = copy.copy(module.config)
-        module.config._experts_implementation = IMPLEMENTATION
-        delta: ExpertsDelta = getattr(module, key)
-        delta.plain = self._config._experts_implementation or EAGER
+        self._module, self._key = module, key
+        held: dict[str, Any] = vars(module)
+        if _KEYS not in held:
+            held[_OWN] = module.config
+            module.config = copy.copy(module.config)
+            module.config._experts_implementation = IMPLEMENTATION
+        held[_KEYS] = (*held.get(_KEYS, ()), key)
 
     def remove(self) -> None:
-        """The module goes its own way again."""
-        self._module.config = self._config
+        """The child acts no more; without any the module goes its own way again."""
+        held: dict[str, Any] = vars(self._module)
+        left = tuple(key for key in held[_KEYS] if key != self._key)
+        if left:
+            held[_KEYS] = left
+            return
+        del held[_KEYS]
+        self._module.config = held.pop(_OWN)
 
 
 def _register() -> None:
@@ -320,11 +344,16 @@ def _forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What Transformers calls for a module of experts that has paths; see `one_by_one` for the arguments."""
-    delta = next(child for child in module.children() if isinstance(child, ExpertsDelta))
-    if not delta.enabled:
-        return _plain(module, delta.plain)(module, hidden_states, top_k_index, top_k_weights)
-    way = one_by_one if delta.plain == EAGER else in_groups
-    return way(module, hidden_states, top_k_index, top_k_weights, delta.paths)
+    held: dict[str, Any] = vars(module)
+    children: list[ExpertsDelta] = [getattr(module, key) for key in held[_KEYS]]
+    acting = [child for child in children if child.acts]
+    plain: str = held[_OWN]._experts_implementation or EAGER
+    if not acting:
+        return _plain(module, plain)(module, hidden_states, top_k_index, top_k_weights)
+    names = dict.fromkeys(name for delta in acting for name in delta.paths)
+    paths = {n: [delta.paths[n] for delta in acting if n in delta.paths] for n in names}
+    way = one_by_one if plain == EAGER else in_groups
+    return way(module, hidden_states, top_k_index, top_k_weights, paths)
 
 
 def _plain(module: nn.Module, name: str) -> Callable[..., Tensor]:

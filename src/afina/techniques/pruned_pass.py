@@ -156,6 +156,8 @@ class Entry(Delta):
     """
 
     by_row: ClassVar[bool] = True
+    alone: ClassVar[str] = "each chooses the tokens that stay"
+    scalable: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -299,7 +301,7 @@ class _Begins:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         entry: Entry = getattr(module, self.key)
-        if not entry.enabled or not module.training:
+        if not entry.acts or not module.training:
             return None
         names = list(inspect.signature(module.forward).parameters)
         begun = entry.begin(module, {**dict(zip(names, args, strict=False)), **kwargs})

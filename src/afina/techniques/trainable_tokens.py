@@ -13,7 +13,7 @@ Source: the rows are absolute, and the tied head takes part, as in PEFT 0.21.2 (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -236,6 +236,11 @@ class TokenRows(Delta):
     def silent_at_times(self) -> frozenset[str]:
         """The rows, in a step without any of their tokens, unless the head is tied."""
         return frozenset({"rows"})
+
+    def refused_beside(self, others: Sequence[Delta]) -> str:
+        """Other tokens are other rows; a token has one row."""
+        theirs = {i for other in others if isinstance(other, TokenRows) for i in other.ids}
+        return "each has a row of its own for the same tokens" if theirs & set(self.ids) else ""
 
     def fold_weight(self, weight_OI: Tensor) -> Tensor:
         """The weight (width, vocabulary) with the rows in their columns."""

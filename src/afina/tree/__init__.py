@@ -5,9 +5,9 @@ through a forward hook, so every name of the base model, its ties and its own `s
 """
 
 from afina.tree.around import Around
-from afina.tree.attached import freeze
 from afina.tree.edit import Edit
 from afina.tree.match import match, matches
+from afina.tree.standing import edits_on, originals, stands_on
 from afina.tree.technique import Delta, Side, Technique, front_of, seed_of
 from afina.tree.timing import Seams
 
@@ -18,9 +18,8 @@ __all__ = [
     "Seams",
     "Side",
     "Technique",
-    "freeze",
     "front_of",
     "match",
     "matches",
 ]
-__all__ += ["seed_of"]
+__all__ += ["edits_on", "originals", "seed_of", "stands_on"]

@@ -27,6 +27,8 @@ class Around(Delta):
     """
 
     recomputes: ClassVar[bool] = False
+    alone: ClassVar[str] = "both decide on what the same block runs"
+    scalable: ClassVar[bool] = False
 
     @abstractmethod
     def around(self, call: Callable[..., Any], base: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +85,6 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call: Callable[..., Any] = held[_OWN] or partial(type(module).forward, module)
     for key in held[_KEYS]:
         child: Any = getattr(module, key)
-        if child.enabled:
+        if child.acts:
             call = partial(child.around, call, module)
     return call(*args, **kwargs)

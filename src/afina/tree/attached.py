@@ -1,8 +1,8 @@
-"""A child in its place, and base parameters that no longer train."""
+"""A child in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -27,17 +27,3 @@ class Attached:
         for handle in self._handles:
             handle.remove()
         self._handles = ()
-
-
-def freeze(model: nn.Module) -> Callable[[], None]:
-    """Freezes every parameter; the result puts each flag back."""
-    # By name, for a reference to a tensor would keep it in memory after another has taken its place.
-    flags = {name: p.requires_grad for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-
-    def restore() -> None:
-        for name, flag in flags.items():
-            model.get_parameter(name).requires_grad_(flag)
-
-    return restore

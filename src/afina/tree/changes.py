@@ -51,10 +51,8 @@ class Changes:
 
     def deltas_of(self, technique: Technique) -> dict[str, Delta]:
         """The children that `technique` attached, by the name of the module that each acts on."""
-        end = f".{technique.key}"
-        return {
-            n.removesuffix(end): d for n, d in self.deltas.items() if self._maker[n] == technique
-        }
+        mine = {n: d for n, d in self.deltas.items() if self._maker[n] == technique}
+        return {name.rpartition(".")[0]: delta for name, delta in mine.items()}
 
     def in_place_of(self, technique: Technique) -> dict[str, nn.Parameter]:
         """The base tensors that `technique` trains, by name."""

@@ -1,67 +1,69 @@
-"""Changing a model: children attached, tensors trained in place, weights folded; and the way back."""
+"""Changing a model: children attached, tensors trained in place or replaced; and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import chain, count
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from afina.counts import format_counts, parameter_counts
-from afina.errors import TechniqueError
+from afina.errors import TechniqueError, counted
 from afina.tree.attached import Attached
-from afina.tree.changes import Changes
-from afina.tree.fold import Folds
+from afina.tree.folded import Folded
+from afina.tree.standing import edits_on, enter, heir_of, lifted, merged_on, stands_on
 from afina.tree.technique import Delta, Technique
 from afina.tree.timing import Seams
 
 
-class Edit(Changes):
-    """What was changed in a model, what will train, and how to undo it; `Changes` has what can be asked."""
+class Edit(Folded):
+    """What was changed in a model, what will train, and how to undo it.
+
+    `Changes` has what can be asked, `Switched` what acts and how much, `Folded` merging.
+    """
 
     def __init__(self, model: nn.Module, techniques: Sequence[Technique]) -> None:
         super().__init__(model, techniques)
-        self._snapshots: dict[str, Tensor] = {}
         self._replaced: dict[str, Callable[[], None]] = {}
         self._given_up: list[str] = []
         self._undo: list[Callable[[], None]] = []
-        self._undone = False
-        self._attached: list[Attached] = []
-        self._folds: Folds | None = None
+        self._home = self  # the edit that absorbed this one
 
-    @property
-    def undone(self) -> bool:
-        """Whether `undo` has been called."""
-        return self._undone
+    def stand(self) -> None:
+        """Freezes the model, and takes a place among the edits that stand on it."""
+        beside = len(stands_on(self.model))
+        if beside:
+            self.notes.append(
+                f"{counted(beside, 'edit')} from before {'acts' if beside == 1 else 'act'} on this model too: answers "
+                "are those of all together, and what trains now learns beside what is there"
+            )
+        self._undo.append(enter(self))
 
     def attach(self, target: str, technique: Technique, delta: Delta) -> None:
-        """Makes `delta` a child of the module `target`, where it acts.
+        """Makes `delta` a child of the module `target`, where it acts, beside others of its kind if they add up.
 
         Raises:
-            TechniqueError: when that module already has a child of this name.
+            TechniqueError: what is there already cannot act beside it.
         """
         module = self.model.get_submodule(target)
-        key = technique.key
-        if hasattr(module, key):
-            raise TechniqueError(
-                f"{target} already has something named {key!r}",
-                cure="undo the earlier edit first, or apply all techniques in one call; two adapters of one kind add "
-                "up to one: afina combine A B -o C (in Python afina.combine)",
-            )
+        child = _name_beside(module, target, technique.key, delta)
         delta.train(module.training)
-        module.add_module(key, delta)
-        attached = Attached(module, key)
+        module.add_module(child, delta)
+        attached = Attached(module, child)
         attached.hook()
         self._attached.append(attached)
-        self.deltas[f"{target}.{key}"] = delta
-        self._maker[f"{target}.{key}"] = technique
-        for name, _ in delta.named_parameters():
-            self._owner[f"{target}.{key}.{name}"] = technique
+        name = f"{target}.{child}"
+        self.deltas[name] = delta
+        self._maker[name] = technique
+        for own, _ in delta.named_parameters():
+            self._owner[f"{name}.{own}"] = technique
 
         def undo() -> None:
             attached.unhook()
-            delattr(module, key)
+            delattr(module, child)
 
         self._undo.append(undo)
 
@@ -75,6 +77,11 @@ class Edit(Changes):
                 wanted="a floating-point tensor",
                 cure="load the model unquantised, or leave this module out",
             )
+        if any(edit.folded_to(parameter) for edit in edits_on(self.model)):
+            raise TechniqueError(
+                f"{name} has an earlier edit's change folded in: it would train only until that is taken out",
+                cure="unmerge the earlier edit first",
+            )
         if undoable and not parameter.is_meta:
             self._snapshots[name] = parameter.detach().clone()
         self.in_place[name] = parameter
@@ -82,11 +89,17 @@ class Edit(Changes):
         parameter.requires_grad_(True)
         self._undo.append(lambda: self._restore(name, parameter, undoable))
 
+    @torch.no_grad()
     def _restore(self, name: str, parameter: nn.Parameter, undoable: bool) -> None:
         parameter.grad = None
-        if undoable and not parameter.is_meta:
-            with torch.no_grad():
-                parameter.copy_(self._snapshots.pop(name))
+        if not undoable or parameter.is_meta:
+            return
+        home = self._home
+        original, heir = home._snapshots.pop(name), heir_of(home, name)
+        if heir is None:
+            parameter.copy_(original)
+        else:
+            heir.inherit(name, original)
 
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """Puts another tensor in the place of the base's `name`; the original is kept until `give_up_originals`."""
@@ -107,112 +120,26 @@ class Edit(Changes):
         self._given_up.extend(self._replaced)
         self._replaced.clear()
 
-    @contextmanager
-    def disabled(self) -> Generator[None, None, None]:
-        """The base model inside the block: children off, tensors trained in place swapped for their originals.
-
-        Raises:
-            TechniqueError: when a tensor was trained in place without keeping its original.
-        """
-        missing = [name for name in self.in_place if name not in self._snapshots]
-        if missing:
-            raise TechniqueError(
-                "the base cannot be shown: its tensors were trained without keeping the originals",
-                got=", ".join(missing[:3]),
-                cure="apply with undoable=True, or load the base model again",
-            )
-        before = {name: delta.enabled for name, delta in self.deltas.items()}
-        trained = {name: p.detach().clone() for name, p in self.in_place.items()}
-        try:
-            self._write({name: self._snapshots[name] for name in self.in_place})
-            for delta in self.deltas.values():
-                delta.enabled = False
-            with self.unfolded():
-                yield
-        finally:
-            self._write(trained)
-            for name, delta in self.deltas.items():
-                delta.enabled = before[name]
-
-    @torch.no_grad()
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            self.in_place[name].copy_(value)
-
-    @property
-    def merged(self) -> bool:
-        """Whether the changes are folded into the base's weights just now."""
-        return self._folds is not None
-
-    def merge(self) -> dict[str, float]:
-        """Folds every change into the weight beside it: the model has the base's modules and no hook of ours acts.
-
-        Each sum is made in fp32 and rounded once, to the weight's dtype. The originals are kept, for `unmerge`.
-        A head that shares the embedding's weight gets one of its own, if only one of the two is changed or the
-        changes differ; the model's config says so until `unmerge`.
-
-        Returns:
-            Of each changed module, the share of its change that the rounding lost.
-
-        Raises:
-            TechniqueError: merged or undone already, or a change cannot be folded; the model is then as it was.
-        """
-        if self._undone or self._folds is not None:
-            raise TechniqueError(
-                "the edit was undone: there is nothing to merge"
-                if self._undone
-                else "the edit is merged already: its changes would count twice",
-                cure="apply again: afina.apply(model, [...])" if self._undone else "edit.unmerge()",
-            )
-        if not all(delta.enabled for delta in self.deltas.values()):
-            raise TechniqueError("the edit is disabled", cure="merge outside of edit.disabled()")
-        self._folds = Folds(
-            self.model, {n: d for n, d in self.deltas.items() if not d.only_in_training}
-        )
-        for attached in self._attached:
-            attached.unhook()
-        return self._folds.rounding
-
-    def unmerge(self) -> None:
-        """The state before `merge`: the base's own tensors, bit for bit, for they were kept and not computed back.
-
-        Raises:
-            TechniqueError: not merged.
-        """
-        if self._folds is None:
-            raise TechniqueError("the edit is not merged", cure="edit.merge() first")
-        self._folds.take_out()
-        self._folds = None
-        for attached in self._attached:
-            attached.hook()
-
     def keep(self) -> None:
         """Makes the merged weights the model's own: what was attached goes, and there is no way back.
 
         Afterwards the model is a plain one, to be saved with its own `save_pretrained`.
 
         Raises:
-            TechniqueError: not merged.
+            TechniqueError: not merged, or an edit that was merged before it still is.
         """
         if self._folds is None:
             raise TechniqueError("the edit is not merged", cure="edit.merge() first")
+        if any(other.merged_at < self.merged_at for other in merged_on(self.model)):
+            raise TechniqueError(
+                "another edit was merged before this one: what it folded in could not be taken out any more",
+                cure="keep or unmerge the other one first",
+            )
         with torch.no_grad():
             for name, kept in self._snapshots.items():
                 kept.copy_(self.in_place[name])
         self._folds = None
         self._reverse()
-
-    @contextmanager
-    def unfolded(self) -> Generator[None, None, None]:
-        """The base's own weights inside the block, whether merged or not; what the edit attached acts as before."""
-        if self._folds is None:
-            yield
-            return
-        self._folds.take_out()
-        try:
-            yield
-        finally:
-            self._folds.put_in()
 
     def undo(self) -> None:
         """The base model again, bit for bit, merged or not. A second call does nothing.
@@ -232,7 +159,8 @@ class Edit(Changes):
             )
         if self.merged:
             self.unmerge()
-        self._reverse()
+        with lifted(merged_on(self.model) if self.in_place or self._replaced else []):
+            self._reverse()
 
     def _reverse(self) -> None:
         for step in reversed(self._undo):
@@ -255,6 +183,7 @@ class Edit(Changes):
 
     def absorb(self, other: Edit) -> None:
         """Takes over everything `other` did, so that one undo reverses both."""
+        other._home = self
         self._attached.extend(other._attached)
         self.deltas.update(other.deltas)
         self.in_place.update(other.in_place)
@@ -265,7 +194,6 @@ class Edit(Changes):
         self._snapshots.update(other._snapshots)
         self._replaced.update(other._replaced)
         self._given_up.extend(other._given_up)
-        # `other`'s steps look snapshots up in `other`; both dictionaries hold the same tensors.
         self._undo.extend(other._undo)
 
     def seams(self, total_steps: int) -> Seams:
@@ -292,3 +220,22 @@ class Edit(Changes):
         lines = format_counts(parameter_counts(self.model, self.trainable()))
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes), *self.outcome()])
+
+
+def _name_beside(module: nn.Module, target: str, key: str, delta: Delta) -> str:
+    """A name for the child: the technique's key, with a number where that is taken.
+
+    Raises:
+        TechniqueError: another of its kind is there, and the two cannot both act.
+    """
+    numbered = re.compile(rf"{re.escape(key)}(_\d+)?")
+    there = {n: child for n, child in module.named_children() if numbered.fullmatch(n)}
+    others = [child for child in there.values() if isinstance(child, Delta)]
+    why = delta.refused_beside(others)
+    if why:
+        raise TechniqueError(
+            f"{target or 'the model'} has a child {next(iter(there))!r}, and two cannot act together: {why}",
+            cure="undo the earlier edit first, or switch between them: each is put on when the other is undone",
+        )
+    names = chain([key], (f"{key}_{number}" for number in count(2)))
+    return next(name for name in names if not hasattr(module, name))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,7 @@ def fold(
     exact_OI = exact_OI.t() if turned else exact_OI
     with exact_products():
         for delta in deltas:
-            exact_OI = delta.fold_weight(exact_OI)
+            exact_OI = delta.scaled_weight(exact_OI)
     exact = exact_OI.t() if turned else exact_OI
     rounded = exact.to(dtype or weight.dtype, copy=True, memory_format=torch.contiguous_format)
     lost, size = _norm(exact - rounded), _norm(exact.sub_(weight))
@@ -79,7 +80,7 @@ def fold_bias(bias: Tensor | None, deltas: Sequence[Delta], dtype: torch.dtype) 
     if bias is not None:
         exact = bias.to(torch.promote_types(bias.dtype, torch.float32), copy=True)
     for delta in deltas:
-        exact = delta.fold_bias(exact)
+        exact = delta.scaled_bias(exact)
     return None if exact is None else exact.to(dtype, copy=True)
 
 
@@ -105,10 +106,14 @@ class Folds:
 
     Attributes:
         rounding: of each module, the share of its change that was lost; see `fold`.
+        number: of those that were made, so that a later one has a larger number.
     """
+
+    _numbers = count(1)
 
     def __init__(self, model: nn.Module, deltas: Mapping[str, Delta]) -> None:
         self.rounding: dict[str, float] = {}
+        self.number = next(Folds._numbers)
         self._model = model
         self._places: list[tuple[nn.Module, str, nn.Parameter | None, nn.Parameter]] = []
         self._shared = ""
@@ -166,6 +171,10 @@ class Folds:
         new = nn.Parameter(folded, requires_grad=trains)
         self._places.append((module, name, old, new))
         return new
+
+    def made(self, parameter: nn.Parameter) -> bool:
+        """Whether this very tensor was made here."""
+        return any(new is parameter for *_, new in self._places)
 
     def put_in(self) -> None:
         """The folded weights take their places."""

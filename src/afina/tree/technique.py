@@ -41,7 +41,11 @@ class Delta(nn.Module, ABC):
             checkpoints do.
         acts_on_input: `inward` changes what the module is given.
         by_row: what it does in training differs from row to row, so rows that begin alike are computed apart.
+        additive: it adds to the output, whatever the weight is and whatever others add.
+        alone: why there can be one of its kind at a place, in words; empty where several act together.
+        scalable: it can act more or less, and not only be on or off.
         enabled: False makes the module act as the base did (see `Edit.disabled`).
+        strength: how many times its change counts (see `Edit.scale`).
         transposed: the base's weight is stored as (in, out), as that of a `Conv1D` or an embedding is.
         front: how many places it puts in front of every row; see `front_of`.
     """
@@ -50,10 +54,14 @@ class Delta(nn.Module, ABC):
     foldable: ClassVar[bool] = False
     acts_on_input: ClassVar[bool] = False
     by_row: ClassVar[bool] = False
+    additive: ClassVar[bool] = False
+    alone: ClassVar[str] = ""
+    scalable: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
         self.enabled = True
+        self.strength = 1.0
         self.only_in_training = False
         self.transposed = False
         self.front = 0
@@ -65,6 +73,23 @@ class Delta(nn.Module, ABC):
     def inward(self, x: Tensor, base: nn.Module) -> Tensor:
         """The changed input, where `acts_on_input`; what acts later on this module sees it changed."""
         return x
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes anything just now."""
+        return self.enabled and self.strength != 0
+
+    def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The output `y` and `strength` times the change of it."""
+        if self.strength == 1:
+            return self(x, y, base)
+        before = y.clone()  # a change may be written into the output itself
+        return before + self.strength * (self(x, y, base) - before)
+
+    def scaled_inward(self, x: Tensor, base: nn.Module) -> Tensor:
+        """The input and `strength` times the change of it."""
+        changed = self.inward(x, base)
+        return changed if self.strength == 1 else x + self.strength * (changed - x)
 
     @abstractmethod
     def reset(self, seed: int) -> None:
@@ -111,6 +136,33 @@ class Delta(nn.Module, ABC):
         """Its bias (out,), in fp32 or wider; None where it has none."""
         return bias_O
 
+    @torch.no_grad()
+    def scaled_weight(self, weight_OI: Tensor) -> Tensor:
+        """`fold_weight` with `strength` times the change."""
+        if self.strength == 1:
+            return self.fold_weight(weight_OI)
+        before = weight_OI.clone()
+        return before.add_(self.fold_weight(weight_OI).sub_(before), alpha=self.strength)
+
+    @torch.no_grad()
+    def scaled_bias(self, bias_O: Tensor | None) -> Tensor | None:
+        """`fold_bias` with `strength` times the change."""
+        if self.strength == 1:
+            return self.fold_bias(bias_O)
+        before = None if bias_O is None else bias_O.clone()
+        after = self.fold_bias(bias_O)
+        if after is None or before is None:
+            return None if after is None else after * self.strength
+        return before.add_(after - before, alpha=self.strength)
+
+    def counts(self, strength: float) -> None:
+        """From now on its change counts `strength` times."""
+        self.strength = strength
+
+    def refused_beside(self, others: Sequence[Delta]) -> str:
+        """Why it cannot act beside others of its kind that are at its place already, in words; empty where it can."""
+        return self.alone if others else ""
+
     def origin(self) -> Delta:
         """The child whose change this repeats at the other end of a tied weight; itself for most."""
         return self
@@ -132,7 +184,7 @@ class _After:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         delta = getattr(module, self.key)
-        return delta(args[0], output, module) if delta.enabled else output
+        return delta.scaled(args[0], output, module) if delta.acts else output
 
 
 class _Before:
@@ -143,7 +195,7 @@ class _Before:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         delta = getattr(module, self.key)
-        return (delta.inward(args[0], module), *args[1:]) if delta.enabled else args
+        return (delta.scaled_inward(args[0], module), *args[1:]) if delta.acts else args
 
 
 class Technique(Frozen, ABC):
@@ -214,7 +266,7 @@ def front_of(model: nn.Module) -> int:
 
     Where rows lie packed, whoever packs them leaves the places free: place i of a row holds the id -(1 + i).
     """
-    return sum(m.front for m in model.modules() if isinstance(m, Delta) and m.enabled)
+    return sum(m.front for m in model.modules() if isinstance(m, Delta) and m.acts)
 
 
 @contextmanager
