@@ -314,7 +314,7 @@ class Redirected:
 
     def __init__(self, module: Any, key: str) -> None:
         self._module, self._key = module, key
-        held: dict[str, Any] = vars(module)
+        held: dict[str, Any] = module.__dict__
         if _KEYS not in held:
             held[_OWN] = module.config
             module.config = copy.copy(module.config)
@@ -323,7 +323,7 @@ class Redirected:
 
     def remove(self) -> None:
         """The child acts no more; without any the module goes its own way again."""
-        held: dict[str, Any] = vars(self._module)
+        held: dict[str, Any] = self._module.__dict__
         left = tuple(key for key in held[_KEYS] if key != self._key)
         if left:
             held[_KEYS] = left
@@ -344,7 +344,7 @@ def _forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What Transformers calls for a module of experts that has paths; see `one_by_one` for the arguments."""
-    held: dict[str, Any] = vars(module)
+    held: dict[str, Any] = module.__dict__
     children: list[ExpertsDelta] = [getattr(module, key) for key in held[_KEYS]]
     acting = [child for child in children if child.acts]
     plain: str = held[_OWN]._experts_implementation or EAGER
