@@ -1,6 +1,8 @@
 """Reversible blocks beside recomputation and beside plain training: what is saved, what it takes, what is learnt.
 
     python bench/reversible.py --data FOLDER --json reversible.json
+    python bench/reversible.py --data FOLDER --part learnt --only reversible
+    python bench/reversible.py --data FOLDER --cached         # run nothing: the figures that are there
     python bench/reversible.py --quick                        # few small steps, to see that it runs
 
 FOLDER holds `train.jsonl` and `test.jsonl`; without it the demo's generated requests are used. Every way trains LoRA of
@@ -13,17 +15,19 @@ rank 16 on all linears of SmolLM2-135M, in fp32 on one thread. Four things are m
 * what is learnt: the loss over the last quarter of a run's steps, and afterwards of test rows by the plain model.
 
 Where rows begin alike, plain training and one sign for each step compute the beginning once; with a sign for each row
-they cannot.
+they cannot. What is finished lies in `--results`, which git keeps, a file a part (of what is learnt a file a way), and
+is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +35,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.kit.beside import Taken, in_turns  # noqa: E402
+from bench.kit.cache import model_hash  # noqa: E402
 from bench.kit.report import Figure, table, write_figures  # noqa: E402
-from bench.kit.rows import make_rows, write_rows  # noqa: E402
+from bench.kit.results import Results, commit  # noqa: E402
+from bench.kit.reversing import as_rows, run, saved_bytes, start_losses, told  # noqa: E402
+from bench.kit.rows import content_hash, make_rows, write_rows  # noqa: E402
 
 MODEL = "smollm2-135m"
 LORA: dict[str, Any] = {"lora": {"rank": 16}}
@@ -102,30 +109,115 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--work", type=Path, default=Path("runs/bench"), help="rows and results are kept here")
     add("--only", action="append", choices=tuple(WAYS), help="this way (may be repeated)")
     add("--part", choices=PARTS, help="this part alone")
-    return parser.parse_args(arguments)
+    add("--results", type=Path, default=ROOT / "bench/results/reversible", help="finished parts")
+    add("--cached", action="store_true", help="run nothing; take what is there")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.results = options.work / "quick-reversible"
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status, 0."""
     options = parse(arguments)
-    size = Size(2, 1, 2, learnt=3, test=4) if options.quick else Size()
-    model, rows, work = made_rows(options, size)
-    figures: list[Figure] = []
-    if options.part in (None, "start", "saved"):
-        figures += in_process(options, size, rows, work)
-        print(table(figures), flush=True)
-    if options.part in (None, "steps"):
-        with tempfile.TemporaryDirectory() as folder:
-            jobs = {name: job(name, model, rows, size) for name in ways(options)}
-            taken = in_turns(jobs, Path(folder), warm=size.warm, counted=size.counted)
-        figures += steps(taken, work)
-        print(table(figures))
-    if options.part in (None, "learnt"):
-        figures += learnt(ways(options), rows, size, work)
-        print(table(figures))
+    bench = Bench(options, Size(2, 1, 2, learnt=3, test=4) if options.quick else Size())
+    figures = bench.figures()
+    print(table(figures) if figures else "nothing is there yet")
     if options.json:
         write_figures(options.json, figures)
     return 0
+
+
+class Bench:
+    """The parts over one set of rows.
+
+    Args:
+        options: of the command line.
+        size: how much is measured.
+    """
+
+    def __init__(self, options: argparse.Namespace, size: Size) -> None:
+        self.options, self.size = options, size
+        self.results = Results(options.results, cached=options.cached)
+        self.work: str = options.data.name if options.data else "requests"
+        self.key = ""
+        if not options.cached:
+            self.model, self.rows, rows_hash = made_rows(options, size)
+            self.key = content_hash([rows_hash, model_hash(self.model)])
+
+    def figures(self) -> list[Figure]:
+        """Of all parts that are asked for."""
+        options, found = self.options, list[Figure]()
+        listed = STARTS[-2:] if options.quick else STARTS
+        if options.part in (None, "start"):
+            made = self.kept("start", {"settings": list(listed)}, lambda: self.in_process(listed))
+            found += starts(made or {}, listed, self.work)
+        if options.part in (None, "saved"):
+            made = self.kept("saved", {"ways": SAVED}, lambda: self.in_process(None))
+            found += saved(made or {}, self.work)
+        if options.part in (None, "steps"):
+            names = ways(options)
+            made = self.kept("steps", {name: WAYS[name] for name in names}, self.in_turns)
+            taken = {name: Taken(**one) for name, one in (made or {}).items()}
+            found += steps(taken, self.work) if taken else []
+        if options.part in (None, "learnt"):
+            found += learnt({name: self.learnt(name) for name in ways(options)}, self.work)
+        return found
+
+    def kept(
+        self, part: str, asked: dict[str, Any], make: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """A result, made if it is not there; None where it is not and nothing is run."""
+        job = json.loads(json.dumps({**asdict(self.size), **asked}))  # as it is read back
+        name, key = f"{self.work}-{part}", content_hash([job, self.key])
+        found = self.results.read(name, job, key)
+        if found is None and not self.options.cached:
+            found = make()
+            self.results.write(name, job, key, found, commit())
+            print(f"  {name} is done", flush=True)
+        return found
+
+    def in_process(self, settings: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+        """The losses at the start with these settings; without them what a forward pass saves, by way."""
+        import torch
+
+        import afina
+        from afina.models.forward import packing
+        from bench.kit.rows import read_rows
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            model, _ = afina.load(MODEL, dtype="fp32", device="cpu")
+            sample = as_rows(read_rows(self.rows).train[: self.size.batch])
+            with packing(model, True):
+                if settings is not None:
+                    return start_losses(model, sample, settings)
+                return {name: saved_bytes(model, sample, *way) for name, way in SAVED.items()}
+        finally:
+            torch.set_num_threads(before)
+
+    def in_turns(self) -> dict[str, Any]:
+        """What the steps of each way took."""
+        with tempfile.TemporaryDirectory() as folder:
+            jobs = {
+                name: job(name, self.model, self.rows, self.size) for name in ways(self.options)
+            }
+            taken = in_turns(jobs, Path(folder), warm=self.size.warm, counted=self.size.counted)
+        return {name: asdict(one) for name, one in taken.items()}
+
+    def learnt(self, name: str) -> dict[str, Any] | None:
+        """The losses of one way's run; recomputing is plain training, bit for bit, and not run."""
+        if name == RECOMPUTED:
+            return None
+        beside, _ = WAYS[name]
+        slug = name.replace(", ", "-").replace(" ", "-")
+        size = {"steps": self.size.learnt, "batch": self.size.batch, "test_rows": self.size.test}
+
+        def make() -> dict[str, Any]:
+            return run(MODEL, self.rows, beside, **size)
+
+        return self.kept(f"learnt-{slug}", {"beside": beside}, make)
 
 
 def ways(options: argparse.Namespace) -> list[str]:
@@ -135,7 +227,7 @@ def ways(options: argparse.Namespace) -> list[str]:
 
 
 def made_rows(options: argparse.Namespace, size: Size) -> tuple[str, Path, str]:
-    """(model's folder, file of the rows, name of the data)."""
+    """(model's folder, file of the rows, their hash)."""
     from transformers import AutoTokenizer
 
     from afina.models.hub import resolve
@@ -150,7 +242,7 @@ def made_rows(options: argparse.Namespace, size: Size) -> tuple[str, Path, str]:
     rows = make_rows(folder, AutoTokenizer.from_pretrained(model), size.rows, 1)
     file = options.work.resolve() / f"rows-{rows.hash}.json"
     write_rows(file, rows)
-    return model, file, rows.work
+    return model, file, rows.hash
 
 
 def job(name: str, model: str, rows: Path, size: Size) -> dict[str, Any]:
@@ -171,119 +263,32 @@ def job(name: str, model: str, rows: Path, size: Size) -> dict[str, Any]:
     }
 
 
-# --- in this process -------------------------------------------------------------------------------------------
-
-
-def in_process(options: argparse.Namespace, size: Size, rows: Path, work: str) -> list[Figure]:
-    """The losses at the start, and what a forward pass saves."""
-    import torch
-
-    import afina
-    from afina.models.forward import packing
-    from bench.kit.rows import read_rows
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        model, _ = afina.load(MODEL, dtype="fp32", device="cpu")
-        sample = as_rows(read_rows(rows).train[: size.batch])
-        found: list[Figure] = []
-        with packing(model, True):
-            if options.part != "saved":
-                found += list(starts(model, sample, work, STARTS[-2:] if options.quick else STARTS))
-            if options.part != "start":
-                found += list(saved(model, sample, work))
-        return found
-    finally:
-        torch.set_num_threads(before)
-
-
-def as_rows(pairs: Sequence[tuple[list[int], list[int]]]) -> list[Any]:
-    """Rows of ids and labels."""
-    from afina.types import IGNORE, Row
-
-    return [
-        Row(tuple(ids), tuple(label != IGNORE for label in labels), number)
-        for number, (ids, labels) in enumerate(pairs)
-    ]
+# --- what it came to ------------------------------------------------------------------------------------------
 
 
 def starts(
-    model: Any, rows: Sequence[Any], work: str, settings: Sequence[Mapping[str, Any]]
-) -> Iterator[Figure]:
-    """The loss as trained beside that of plain blocks."""
-    import torch
-
-    import afina
-    from afina.techniques.reversible import pass_of
-
-    for values in settings:
-        edit = afina.apply(model, [afina.LoRA(rank=16), afina.Reversible(**values)])
-        passes = way_through(edit, shared=False)
-        batch = passes.batch(rows)
-        with torch.no_grad():
-            with pass_of(edit).off():
-                plain = float(passes.loss(batch)) / batch.trained_tokens
-            with pass_of(edit).shown():
-                mixed = float(passes.loss(batch)) / batch.trained_tokens
-        edit.undo()
-        setting = ", ".join(f"{name} {value}" for name, value in values.items())
-        yield Figure("reversible", work, setting, "loss at the start", "nats", mixed, PLAIN, plain)
+    found: Mapping[str, list[float]], settings: Sequence[Mapping[str, Any]], work: str
+) -> list[Figure]:
+    """The loss as trained beside that of plain blocks, of those settings that were measured."""
+    return [
+        Figure("reversible", work, name, "loss at the start", "nats", *_beside(found[name]))
+        for name in map(told, settings)
+        if name in found
+    ]
 
 
-def way_through(edit: Any, *, shared: bool) -> Any:
-    """How rows go through the edit's model."""
-    from afina.models.head import head_of
-    from afina.train.passes import Passes
-
-    return Passes(edit.model, True, shared, 0, head_of(edit.model))
+def _beside(pair: Sequence[float]) -> tuple[float, str, float]:
+    return pair[0], PLAIN, pair[1]
 
 
-def saved(model: Any, rows: Sequence[Any], work: str) -> Iterator[Figure]:
-    """Bytes that a forward pass saves, of each way beside plain training."""
-    found = {name: saved_bytes(model, rows, *way) for name, way in SAVED.items()}
-    for name, count in found.items():
-        for peer in (PLAIN, RECOMPUTED):
-            if name not in (PLAIN, peer):
-                yield Figure("reversible", work, name, "saved", "bytes", count, peer, found[peer])
-
-
-def saved_bytes(
-    model: Any, rows: Sequence[Any], beside: Mapping[str, Any], train: Mapping[str, Any]
-) -> int:
-    """Of one forward pass in which no row shares its beginning, so that all ways see the same tokens."""
-    import torch
-
-    import afina
-    from afina.models.blocks import Blocks
-    from afina.table import TECHNIQUES
-
-    listed = [TECHNIQUES[key](**values) for key, values in beside.items()]
-    edit = afina.apply(model, [afina.LoRA(rank=16), *listed])
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held: dict[int, Any] = {}
-
-    def keep(tensor: Any) -> Any:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own:
-            held[place] = tensor  # so that no other takes its place
-        return tensor
-
-    model.train()
-    try:
-        with Blocks(model, train.get("recompute", False)).running():
-            passes = way_through(edit, shared=False)
-            batch = passes.batch(rows)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-                loss = passes.loss(batch)
-            assert loss.requires_grad
-        return sum(t.untyped_storage().nbytes() for t in held.values())
-    finally:
-        model.eval()
-        edit.undo()
-
-
-# --- in turns --------------------------------------------------------------------------------------------------
+def saved(found: Mapping[str, int], work: str) -> list[Figure]:
+    """Bytes that a forward pass saves, of each way beside plain training and beside recomputation."""
+    return [
+        Figure("reversible", work, name, "saved", "bytes", count, peer, found[peer])
+        for name, count in found.items()
+        for peer in (PLAIN, RECOMPUTED)
+        if name not in (PLAIN, peer)
+    ]
 
 
 def steps(taken: Mapping[str, Taken], work: str) -> list[Figure]:
@@ -309,56 +314,15 @@ def steps(taken: Mapping[str, Taken], work: str) -> list[Figure]:
     return found
 
 
-# --- what is learnt --------------------------------------------------------------------------------------------
-
-
-def learnt(names: Sequence[str], rows: Path, size: Size, work: str) -> list[Figure]:
-    """Losses of whole runs over the same rows in the same order; recomputing is plain training, bit for bit."""
-    found = {name: run(rows, size, WAYS[name][0]) for name in names if name != RECOMPUTED}
+def learnt(found: Mapping[str, dict[str, float] | None], work: str) -> list[Figure]:
+    """Losses of whole runs over the same rows in the same order, of those that are there."""
+    plain = found.get(PLAIN)
     return [
-        Figure("reversible", work, name, metric, "nats", own[metric], PLAIN, found[PLAIN][metric])
+        Figure("reversible", work, name, metric, "nats", own[metric], PLAIN, plain[metric])
         for name, own in found.items()
+        if own is not None and plain is not None and name != PLAIN
         for metric in own
-        if name != PLAIN
     ]
-
-
-def run(rows: Path, size: Size, beside: Mapping[str, Any]) -> dict[str, float]:
-    """One run; its losses."""
-    import afina
-    from afina.table import TECHNIQUES
-    from afina.train.metrics import read_metrics
-    from afina.train.report import Lines
-    from bench.kit.rows import read_rows
-
-    model, tokenizer = afina.load(MODEL, dtype="fp32", device="cpu")
-    pairs = as_rows(read_rows(rows).train)
-    train, test = pairs[: -size.test], pairs[-size.test :]
-    listed = [TECHNIQUES[key](**values) for key, values in beside.items()]
-    edit = afina.apply(model, [afina.LoRA(rank=16), *listed], undoable=False)
-    options = afina.RunOptions(base=MODEL, reporter=Lines(sys.stderr))
-    with tempfile.TemporaryDirectory() as folder:
-        found = afina.train(
-            model,
-            tokenizer,
-            train,
-            edit,
-            Path(folder) / "run",
-            val=test,
-            options=options,
-            steps=size.learnt,
-            rows_per_step=size.batch,
-            lr=1e-3,
-            threads=1,
-            compile=False,
-            save_every=None,
-        )
-        losses = [line["loss"] for line in read_metrics(found.folder)]
-    return {
-        "loss as trained, first step": losses[0],
-        "loss as trained, last quarter": statistics.mean(losses[-max(1, len(losses) // 4) :]),
-        "loss of test rows, plain model": found.scores["loss"],
-    }
 
 
 if __name__ == "__main__":
