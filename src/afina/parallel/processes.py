@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from afina.errors import RunError
 from afina.parallel.held import Copies, Held, held
 from afina.parallel.plan import Plan, plan_of
 from afina.parallel.runtime import Named, dealt
+from afina.parallel.together import by_first
 from afina.tree.pieces import piece_of
 
 T = TypeVar("T")
@@ -178,15 +179,18 @@ class Processes:
     def everywhere(self, names: Iterable[str], among: Iterable[str]) -> frozenset[str]:
         """See `Mesh.everywhere`."""
         mine = frozenset(names)
-        spoken: list[frozenset[str]] = [frozenset()] * self.plan.processes
-        dist.all_gather_object(spoken, frozenset(among) - mine)
+        spoken: list[frozenset[str]] = self.gathered(frozenset(among) - mine)
         return mine - frozenset().union(*spoken)
 
     def told(self, make: Callable[[], T]) -> T:
-        """From the first process."""
-        found = [make() if self.writes else None]
-        dist.broadcast_object_list(found, 0)
-        return cast("T", found[0])
+        """From the first process; what goes wrong there is raised in all."""
+        return by_first(self, make)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """See `Mesh.gathered`."""
+        found: list[Any] = [None] * self.plan.processes
+        dist.all_gather_object(found, value)
+        return found
 
     def barrier(self) -> None:
         """Waits for every process."""

@@ -6,7 +6,7 @@ The loop asks for sums and for permission to write; it never asks how many proce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,10 @@ class Mesh(Protocol):
         """What `make` gives in the process that writes, told to all."""
         ...
 
+    def gathered(self, value: Any) -> list[Any]:
+        """What each process gives, by rank, told to all."""
+        ...
+
     def barrier(self) -> None:
         """Waits for every process."""
         ...
@@ -161,6 +165,10 @@ class OneProcess:
     def told(self, make: Callable[[], T]) -> T:
         """What it gives."""
         return make()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value alone."""
+        return [value]
 
     def barrier(self) -> None:
         """Nobody to wait for."""
