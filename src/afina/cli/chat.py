@@ -24,11 +24,13 @@ from afina.cli.loading import (
     is_plain,
     load_source,
 )
+from afina.cli.several import Further
 from afina.errors import AfinaError, ModelError
 
 EXAMPLES = (
     "afina chat runs/calls-001",
     "afina chat runs/calls-001 --beside-base",
+    "afina chat runs/calls-001:0.7 --adapter runs/chat-001:0.3",
     'afina chat smollm2-135m --system "Answer in Portuguese." --temperature 0.7 --seed 1',
     "echo 'book a table for two' | afina chat runs/calls-001",
 )
@@ -55,6 +57,7 @@ def command(
     token: Token = None,
     offline: Offline = False,
     allow_partial: AllowPartial = False,
+    adapter: Further = None,
 ) -> None:
     """Talk with a run or a model.
 
@@ -75,7 +78,9 @@ def command(
             "stop": tuple(stop or ()),
         },
     )
-    source = Source(name, dtype, device, revision, token, offline, allow_partial)
+    source = Source(
+        name, dtype, device, revision, token, offline, allow_partial, tuple(adapter or ())
+    )
     loaded = load_source(source, with_base=beside_base)
     without = is_plain(loaded, plain)
     chat = Chat(loaded, settings, plain=without, beside_base=beside_base)

@@ -10,6 +10,7 @@ import typer
 from afina.cli.computing import Energy, Json, Out, Overwrite, tell
 from afina.cli.loading import Offline, Token
 from afina.cli.output import refuse_over_inputs, refuse_unwritable
+from afina.cli.several import weighted
 from afina.errors import ConfigError
 
 EXAMPLES = (
@@ -54,7 +55,7 @@ def command(
     dare_ties and magnitude_prune mix the changes themselves and cut them to a rank. linear adds the factors, which is
     the sum only where one side is shared. What is lost is printed, for each module and for the whole.
     """
-    named = [_weighted(one) for one in adapters]
+    named = [weighted(one) for one in adapters]
     _refuse_files(json_file, out, [*(name for name, _ in named), base], overwrite=overwrite)
     from afina.adapters.combine import CombineSettings, combine
     from afina.problems import build
@@ -81,24 +82,3 @@ def _refuse_files(
     refuse_over_inputs([json_file], read)
     if json_file is not None and json_file == out:
         raise ConfigError("--json names the output", got=json_file, cure="name another file")
-
-
-def _weighted(word: str) -> tuple[str, float]:
-    """A name and its weight: "runs/a:0.7" is 0.7 times runs/a, and "runs/a" once.
-
-    Raises:
-        ConfigError: what follows the last colon is no number, and no place has the whole name.
-    """
-    from afina.places import exists, local
-
-    name, colon, weight = word.rpartition(":")
-    if not colon or exists(local(word)):
-        return word, 1.0
-    try:
-        return name, float(weight)
-    except ValueError:
-        raise ConfigError(
-            "the weight of an adapter is no number",
-            got=word,
-            wanted="NAME:WEIGHT, such as runs/a:0.7",
-        ) from None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from afina.cli.common import resolve_run, table
+from afina.cli.common import table
 from afina.cli.loading import (
     AllowPartial,
     Device,
@@ -35,6 +35,7 @@ from afina.cli.output import (
     write_json,
     write_jsonl,
 )
+from afina.cli.several import Further, targets
 from afina.errors import ConfigError, counted
 
 EXAMPLES = (
@@ -43,6 +44,7 @@ EXAMPLES = (
     "afina eval runs/calls-001 test.jsonl --metrics exact_match,field:intent --rows-out rows.jsonl",
     "afina eval smollm2-135m questions.jsonl --metrics accuracy   # rows with a `choices` column",
     "afina eval smollm2-135m book.txt --metrics loss --set data.max_tokens=512",
+    "afina eval runs/calls-001:0.7 test.jsonl --adapter runs/chat-001:0.3",
 )
 
 IDLE = ("train", "techniques", "model", "revision", "val")
@@ -81,6 +83,7 @@ def command(
     token: Token = None,
     offline: Offline = False,
     allow_partial: AllowPartial = False,
+    adapter: Further = None,
 ) -> None:
     """Measure a run or a model on data.
 
@@ -92,8 +95,10 @@ def command(
     """
     wanted = parse_metrics(metrics)
     refuse_unwritable(json_file, rows_out, force=force)
-    target = resolve_run(name)
-    refuse_over_inputs([json_file, rows_out], (data, target.base, target.adapter, target.run))
+    every = [one for one, _ in targets(name, adapter or ())]
+    target = every[0]
+    places = [place for one in every for place in (one.adapter, one.run)]
+    refuse_over_inputs([json_file, rows_out], (data, target.base, *places))
     flags = {
         "model": target.base,
         "data.source": data,
@@ -105,7 +110,9 @@ def command(
         **eval_flags(wanted),
     }
     config = _resolve(target.run, flags, sets or [])
-    source = Source(name, dtype, device, revision, token, offline, allow_partial)
+    source = Source(
+        name, dtype, device, revision, token, offline, allow_partial, tuple(adapter or ())
+    )
     loaded = load_source(source, with_base=beside_base)
     prepared, scores, before = _scores(loaded, config, wanted, beside_base=beside_base)
     # JSON on the standard output is alone there.
@@ -242,6 +249,7 @@ def _document(
         "model": name,
         "base": loaded.target.base,
         "adapter": None if loaded.target.adapter is None else str(loaded.target.adapter),
+        "further": list(loaded.source.further),
         "data": config.source,
         "data_fingerprint": prepared.report.fingerprint,
         **scores.summary(),

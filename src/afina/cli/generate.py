@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from afina.cli.common import resolve_run
 from afina.cli.journal import SUFFIX, Journal, key_of
 from afina.cli.loading import (
     AllowPartial,
@@ -35,6 +35,7 @@ from afina.cli.output import (
     refuse_unwritable,
     write_jsonl,
 )
+from afina.cli.several import Further, targets
 from afina.errors import DataError, ModelError, counted
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ EXAMPLES = (
     "afina generate runs/calls-001 test.jsonl -o answers.jsonl --max-new-tokens 64 --batch-rows 32",
     "afina generate smollm2-135m prompts.txt -o - --temperature 0.7 --seed 1",
     "afina generate runs/base-001 prompts.txt -o more.jsonl --plain --stop '###'",
+    "afina generate smollm2-135m prompts.txt -o - --adapter runs/a:0.7 --adapter runs/b:0.3",
 )
 
 
@@ -72,6 +74,7 @@ def command(
     token: Token = None,
     offline: Offline = False,
     allow_partial: AllowPartial = False,
+    adapter: Further = None,
 ) -> None:
     """Answer a file of prompts, in batches.
 
@@ -83,8 +86,10 @@ def command(
     from afina.config import GenerateSettings, build
 
     refuse_unwritable(out, force=force)
-    target = resolve_run(name)
-    read = (prompts, target.base, target.adapter, target.run)
+    further = tuple(adapter or ())
+    every = [target for target, _ in targets(name, further)]
+    target = every[0]
+    read = (prompts, target.base, *(place for one in every for place in (one.adapter, one.run)))
     refuse_over_inputs([out, None if out == "-" else out + SUFFIX], read)
     settings = build(
         GenerateSettings,
@@ -100,7 +105,8 @@ def command(
         },
     )
     asked = read_prompts(prompts, columns_of(run_settings(target)))
-    loaded = load_source(Source(name, dtype, device, revision, token, offline, allow_partial))
+    source = Source(name, dtype, device, revision, token, offline, allow_partial, further)
+    loaded = load_source(source)
     ids = _encoded(loaded, asked, settings, plain=is_plain(loaded, plain))
     settings = settings.model_copy(update={"system": None})  # it is in the prompts now
     journal = None
@@ -139,11 +145,13 @@ def _key(loaded: Loaded, settings: GenerateSettings, ids: list[list[int]]) -> st
     """What the answers depend on: the weights, the settings, and the prompts."""
     from afina.adapters.fingerprint import base_fingerprint
 
-    trained = {} if loaded.edit is None else loaded.edit.trainable()
     digest = hashlib.sha256()
-    for name, tensor in trained.items():
-        digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
-    weights = [base_fingerprint(loaded.model, loaded.edit), digest.hexdigest()]
+    for edit in loaded.edits:
+        digest.update(json.dumps(edit.strengths).encode())
+        for name, tensor in edit.trainable().items():
+            digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
+    first = loaded.edits[0] if loaded.edits else None
+    weights = [base_fingerprint(loaded.model, first), digest.hexdigest()]
     place = [str(loaded.model.dtype), loaded.model.device.type]
     return key_of(weights, place, settings.model_dump(exclude={"batch_rows"}), ids)
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from afina.cli.common import Target, located, resolve_run
-from afina.cli.output import note
+from afina.cli.common import Target, located
+from afina.cli.several import put_all, targets
 from afina.errors import ConfigError, ModelError
 from afina.places import exists, local
 
-Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, an adapter, or a model")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL", help="a run, an adapter (also so many times: runs/a:0.7), or a model"
+    ),
+]
 Dtype = Annotated[str | None, typer.Option(help="fp32, bf16, fp16; default: by device")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the best there is")]
 Revision = Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")]
@@ -44,6 +49,7 @@ class Source:
 
     Attributes:
         allow_partial: apply what fits of an adapter that does not fit whole, and list what does not.
+        further: adapters that act too, each with how often it counts; see `several`.
     """
 
     name: str
@@ -53,6 +59,7 @@ class Source:
     token: str | None = None
     offline: bool = False
     allow_partial: bool = False
+    further: tuple[str, ...] = ()
 
     def load(
         self, base: str, revision: str | None, quantize: Any = None, **head: Any
@@ -87,14 +94,14 @@ class Loaded:
         target: what that means.
         model: with the adapter on, if there is one.
         tokenizer: the one saved with the adapter, else the model's.
-        edit: the adapter; None for a model alone.
+        edits: its adapters; none for a model alone.
     """
 
     source: Source
     target: Target
     model: Any
     tokenizer: Any
-    edit: Any = None
+    edits: tuple[Any, ...] = ()
     _base: Any = field(default=None, repr=False)
 
     @property
@@ -107,8 +114,10 @@ class Loaded:
     @contextmanager
     def base(self) -> Iterator[Any]:
         """The model as it was before the run, inside the block; see `load_source` about `with_base`."""
-        if self.edit is not None:
-            with self.edit.disabled():
+        if self.target.adapter is not None:
+            with ExitStack() as off:
+                for edit in self.edits:
+                    off.enter_context(edit.disabled())
                 yield self.model
             return
         if self._base is None:
@@ -141,7 +150,8 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
         ConfigError: a base is needed, and this is a model alone.
         AfinaError: it cannot be found, or does not fit together.
     """
-    target = resolve_run(source.name)
+    every = targets(source.name, source.further)
+    target = every[0][0]
     if with_base and target.adapter is None and target.run is None:
         raise ConfigError(
             "there is no base to compare with",
@@ -150,19 +160,15 @@ def load_source(source: Source, *, with_base: bool = False) -> Loaded:
             cure=_meant(source.name) or "leave --beside-base out",
         )
     model, tokenizer = _load_base(source, target)
-    if target.adapter is None:
+    adapters = [(one.adapter, times) for one, times in every if one.adapter is not None]
+    if not adapters:
         return Loaded(source, target, model, tokenizer)
-    from afina.adapters import files
-
-    if (target.adapter / "tokenizer_config.json").is_file():
+    if target.adapter is not None and (target.adapter / "tokenizer_config.json").is_file():
         tokenizer = _saved_tokenizer(target.adapter, model)
-    fitted = files.fit(model, target.adapter, allow_partial=source.allow_partial)
-    edit = files.put(model, fitted)
-    for line in fitted.notes:
-        note(line)
+    edits = put_all(model, adapters, allow_partial=source.allow_partial)
     _quicken(model)
     model.eval()
-    return Loaded(source, target, model, tokenizer, edit)
+    return Loaded(source, target, model, tokenizer, edits)
 
 
 def _quicken(model: Any) -> None:
@@ -265,7 +271,7 @@ def is_plain(loaded: Loaded, asked: bool | None) -> bool:
         return asked
     if loaded.chats:
         return False
-    if loaded.target.run is None and loaded.edit is None:
+    if loaded.target.run is None and not loaded.edits:
         raise ModelError(
             "this model has no chat template: it goes on with a text, and does not answer",
             got=loaded.source.name,
