@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from afina.errors import ConfigError
+from afina.parallel.copies import Copies, Groups
 from afina.parallel.runtime import Named
+from afina.parallel.zero import Shards
 
 if TYPE_CHECKING:
     from afina.parallel.processes import Processes
-
-BUCKET_BYTES = 64 * 2**20
-"""Gradients are summed so many bytes at a time: few large messages, and little memory beside the gradients."""
 
 
 class Held(Protocol):
@@ -32,6 +27,10 @@ class Held(Protocol):
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """What this process moves."""
+        ...
+
+    def begin(self) -> None:
+        """Before the first pass of a window."""
         ...
 
     def passed(self, tensors: Named) -> None:
@@ -55,65 +54,7 @@ def held(mesh: Processes, model: nn.Module, tensors: Named) -> Held:
         model: with its values, the same in all of them.
         tensors: that train, by name.
     """
-    if mesh.plan.zero:
-        raise ConfigError("parallel.zero is not there yet", got=mesh.plan.zero, wanted="0")
-    return Copies(mesh.group("data"))
-
-
-class Copies:
-    """Every process holds all of it, and gradients are summed once a step.
-
-    Args:
-        group: the processes that see different rows; None for one process.
-    """
-
-    whole = True
-    in_rounds = False
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-
-    def own(self, tensors: Named) -> dict[str, nn.Parameter]:
-        """All of it."""
-        return dict(tensors)
-
-    def passed(self, tensors: Named) -> None:
-        """Nothing is told before the window's end."""
-
-    def reduce(self, tensors: Named) -> None:
-        """Sums gradients in place; a tensor that got none here takes part with zeros, if another process has one."""
-        if self.group is None or self.group.size() == 1:
-            return
-        names = list(tensors)
-        there = torch.tensor([float(tensors[n].grad is not None) for n in names])
-        dist.all_reduce(there, group=self.group)
-        for name, many in zip(names, there.tolist(), strict=True):
-            if many and tensors[name].grad is None:
-                tensors[name].grad = torch.zeros_like(tensors[name])
-        found = [p.grad for p in tensors.values() if p.grad is not None]
-        for bucket in buckets(found):
-            summed = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(summed, group=self.group)
-            for gradient, part in zip(
-                bucket, summed.split([g.numel() for g in bucket]), strict=True
-            ):
-                gradient.copy_(part.view_as(gradient))
-
-    def publish(self, tensors: Named) -> None:
-        """Every process moved them alike."""
-
-
-def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Tensors of one dtype and device together, in their order, at most so many bytes each unless one alone is more."""
-    found: list[list[Tensor]] = []
-    filled: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        kind = (tensor.dtype, tensor.device)
-        bucket, bytes_ = filled.get(kind, ([], most_bytes + 1))
-        if bytes_ + size > most_bytes:
-            bucket, bytes_ = [], 0
-            found.append(bucket)
-        bucket.append(tensor)
-        filled[kind] = (bucket, bytes_ + size)
-    return found
+    groups = Groups(*(mesh.group(name) for name in Groups._fields))
+    if not mesh.plan.zero:
+        return Copies(groups.data)
+    return Shards(tensors, groups, every_round=mesh.plan.zero > 1, early=mesh.plan.pipeline == 1)

@@ -1,0 +1,115 @@
+"""ZeRO, stage 0: every process holds all of what trains; and the messages that other stages need too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from afina.parallel.runtime import Named
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients are summed so many bytes at a time: few large messages, and little memory beside the gradients."""
+
+
+class Groups(NamedTuple):
+    """The processes with different rows: those that share one copy out, those that hold the same piece, and all.
+
+    Attributes:
+        shard, replicate, data: see `plan.Plan`.
+    """
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup
+    data: dist.ProcessGroup
+
+    @property
+    def first(self) -> bool:
+        """Whether this process stands for those that hold the same piece."""
+        return self.replicate.rank() == 0
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over the pieces of a tensor."""
+        summed = value.clone()
+        dist.all_reduce(summed, group=self.shard)
+        return summed
+
+
+class Copies:
+    """Every process holds all of it, and gradients are summed once a step.
+
+    Args:
+        group: the processes that see different rows; None for one process.
+    """
+
+    whole = True
+    in_rounds = False
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def own(self, tensors: Named) -> dict[str, nn.Parameter]:
+        """All of it."""
+        return dict(tensors)
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def passed(self, tensors: Named) -> None:
+        """Nothing is told before the window's end."""
+
+    def reduce(self, tensors: Named) -> None:
+        """Sums gradients in place; a tensor that got none here takes part with zeros, if another process has one."""
+        if self.group is None or self.group.size() == 1:
+            return
+        names = list(tensors)
+        there = torch.tensor([float(tensors[n].grad is not None) for n in names])
+        dist.all_reduce(there, group=self.group)
+        for name, many in zip(names, there.tolist(), strict=True):
+            if many and tensors[name].grad is None:
+                tensors[name].grad = torch.zeros_like(tensors[name])
+        found = [p.grad for p in tensors.values() if p.grad is not None]
+        for bucket in buckets(found):
+            summed = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(summed, group=self.group)
+            for gradient, part in zip(
+                bucket, summed.split([g.numel() for g in bucket]), strict=True
+            ):
+                gradient.copy_(part.view_as(gradient))
+
+    def publish(self, tensors: Named) -> None:
+        """Every process moved them alike."""
+
+
+def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Tensors of one dtype and device together, in their order, at most so many bytes each unless one alone is more."""
+    found: list[list[Tensor]] = []
+    filled: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        kind = (tensor.dtype, tensor.device)
+        bucket, bytes_ = filled.get(kind, ([], most_bytes + 1))
+        if bytes_ + size > most_bytes:
+            bucket, bytes_ = [], 0
+            found.append(bucket)
+        bucket.append(tensor)
+        filled[kind] = (bucket, bytes_ + size)
+    return found
+
+
+def reduce_scatter(share: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
+    """Sums the messages (parts · width,) of the processes; each gets its share (width,)."""
+    _named("reduce_scatter_single", "reduce_scatter_tensor")(share, message, group=group)
+
+
+def all_gather(message: Tensor, share: Tensor, group: dist.ProcessGroup) -> None:
+    """Puts the shares (width,) of the processes one behind the other: (parts · width,), in each."""
+    _named("all_gather_single", "all_gather_into_tensor")(message, share, group=group)
+
+
+def _named(now: str, before: str) -> Any:
+    """A function of torch.distributed by the name that it has since torch 2.13, or by that before."""
+    return getattr(dist, now, None) or getattr(dist, before)
