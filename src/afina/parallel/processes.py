@@ -6,7 +6,7 @@ Each process sees its own rows of every step; gradients are summed, so that a st
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from afina.config import ParallelSettings
 from afina.errors import RunError
 from afina.parallel.held import Copies, Held, held
 from afina.parallel.plan import Plan, plan_of
-from afina.parallel.runtime import Named, dealt
+from afina.parallel.runtime import Micro, Named, dealt, taken
 from afina.parallel.together import by_first
 from afina.tree.pieces import piece_of
 
@@ -125,9 +125,16 @@ class Processes:
         """What this process moves."""
         return self._held.own(tensors)
 
-    def passed(self, tensors: Named) -> None:
-        """Where gradients are shared out, they are after each round."""
-        self._held.passed(tensors)
+    def through(
+        self, micros: Sequence[Micro], tensors: Named, *, train: bool = True
+    ) -> list[float | None]:
+        """One after the other; where gradients are shared out, they are after each round."""
+        shares: list[float | None] = []
+        for micro in micros:
+            shares.append(taken(micro))
+            if train:
+                self._held.passed(tensors)
+        return shares
 
     def reduce(self, tensors: Named) -> None:
         """Sums gradients over the processes with different rows."""

@@ -12,9 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from afina.parallel.plan import Plan
+from afina.types import Batch
 
 T = TypeVar("T")
 Named = Mapping[str, nn.Parameter]
+
+
+class Micro(Protocol):
+    """A micro-batch on its way through the model.
+
+    Attributes:
+        seed: of its random draws.
+    """
+
+    seed: int
+
+    def begin(self) -> Batch | None:
+        """Its tensors, with random numbers set; None when nothing in it counts."""
+        ...
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Its share of the loss, by a forward pass of the model."""
+        ...
+
+    def backward(self, loss: Tensor, batch: Batch) -> None:
+        """What is done with the loss: a backward pass, where it trains."""
+        ...
 
 
 class Mesh(Protocol):
@@ -43,8 +66,19 @@ class Mesh(Protocol):
         """What this process moves: the tensors themselves, or its pieces of them under the same names."""
         ...
 
-    def passed(self, tensors: Named) -> None:
-        """After the backward pass of each round, whether or not this process had rows in it."""
+    def through(
+        self, micros: Sequence[Micro], tensors: Named, *, train: bool = True
+    ) -> list[float | None]:
+        """Takes micro-batches through the model, and back where they train; the processes talk as they have to.
+
+        Args:
+            micros: of this process, as many as `rounds` said.
+            tensors: that train.
+            train: False for forward passes alone.
+
+        Returns:
+            The share of the loss of each; None where nothing counts.
+        """
         ...
 
     def reduce(self, tensors: Named) -> None:
@@ -125,8 +159,11 @@ class OneProcess:
         """All of it."""
         return dict(tensors)
 
-    def passed(self, tensors: Named) -> None:
-        """Nothing to tell."""
+    def through(
+        self, micros: Sequence[Micro], tensors: Named, *, train: bool = True
+    ) -> list[float | None]:
+        """One after the other, so that only one is ever in memory."""
+        return [taken(micro) for micro in micros]
 
     def reduce(self, tensors: Named) -> None:
         """Nothing to add."""
@@ -175,6 +212,16 @@ class OneProcess:
 
     def end(self) -> None:
         """Nobody to part from."""
+
+
+def taken(micro: Micro) -> float | None:
+    """Takes a micro-batch through the whole model, and back; its share of the loss, None where nothing counts."""
+    batch = micro.begin()
+    if batch is None:
+        return None
+    loss = micro.loss(batch)
+    micro.backward(loss, batch)
+    return float(loss.detach())
 
 
 def dealt(rows: Sequence[T], part: int, parts: int) -> list[T]:

@@ -322,7 +322,12 @@ class Job:
                     **({} if entering is None else {"around": entering.around}),
                 )
                 score = validate.scorer(
-                    val_rows, cut, passes, self.options.evaluate, own if packed else None
+                    val_rows,
+                    cut,
+                    passes,
+                    self.options.evaluate,
+                    own if packed else None,
+                    self.options.mesh,
                 )
                 keeper = Keeper(
                     self.out,
@@ -363,7 +368,9 @@ class Job:
         """What the techniques make of the model before anything is learnt."""
 
         def loss() -> float:
-            return validate.mean_loss(self.model, cut(next(self.plan.windows())), passes)
+            mesh = self.options.mesh
+            rows = mesh.share(list(next(self.plan.windows())))
+            return validate.mean_loss(self.model, cut(rows), passes, mesh)
 
         for line in self.edit.opening(loss):
             say.say(line)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,8 +25,8 @@ from afina.train.audit import AUDITED_STEPS, refuse_silent, silent_tensors
 from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
 from afina.train.moving import Mover
 from afina.train.nonfinite import Fault, NotFiniteError, fault_of
-from afina.train.passes import counted
 from afina.train.validate import mean_loss
+from afina.train.window import Micro
 from afina.train.work import Step, Work
 from afina.tree import seed_of
 from afina.types import Row
@@ -133,7 +132,7 @@ def _relapse(work: Work, learnt: tuple[Sequence[Row], float] | None) -> tuple[fl
     if learnt is None or work.seams.loss or work.seams.on_batch:
         return None
     rows, then = learnt
-    return then, mean_loss(work.model, work.cut(rows), work.passes, work.mesh.sum)
+    return then, mean_loss(work.model, work.cut(rows), work.passes, work.mesh)
 
 
 def _lr(work: Work, step: int) -> float:
@@ -211,7 +210,7 @@ class Gradient(NamedTuple):
 def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = None) -> Gradient:
     """Adds the gradient of the window's mean token loss.
 
-    Each micro-batch is run backward on its own, so only one is ever in memory.
+    Each micro-batch is run backward on its own, so only one is ever in memory; a pipeline has some of them at once.
 
     Args:
         work: what to train and how.
@@ -221,68 +220,33 @@ def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = N
     """
     trained = int(work.mesh.sum(sum(row.trained_tokens for row in rows)))
     tokens = int(work.mesh.sum(sum(len(row.tokens) for row in rows)))
-    parts: list[tuple[tuple[int, ...], float]] = []
     cut = work.cut(rows)
     # Processes that talk in every pass make equally many, the last ones of some without rows.
     cut = [*cut, *[[]] * (work.mesh.rounds(len(cut)) - len(cut))]
-    last = max(
-        (n for n, micro in enumerate(cut) if any(r.trained_tokens for r in micro)), default=0
-    )
-    for number, micro in enumerate(cut):
-        run = Tensor.backward
-        if mover is not None and number == last:
-            run = partial(mover.backward, before=sum(part for _, part in parts))
-        try:
-            part = _pass(work, micro, (step, work.mesh.number(number)), trained, run)
-            work.mesh.passed(work.edit.trainable())
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            _clear(work)
-            torn = mover is not None and mover.torn
-            raise OutOfMemoryError(step + 1, micro, torn=torn) from None
-        if part is not None:
-            parts.append(part)
-    loss = work.mesh.sum(sum(part for _, part in parts))
+    micros = [Micro(work, part, (step, work.mesh.number(n)), trained) for n, part in enumerate(cut)]
+    if mover is not None:
+        _move_at_last(micros, mover)
+    try:
+        work.mesh.through(micros, work.edit.trainable())
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        _clear(work)
+        torn = mover is not None and mover.torn
+        reached = [micro.rows for micro in micros if micro.begun]
+        raise OutOfMemoryError(step + 1, reached[-1], torn=torn) from None
+    parts = [(micro.ids, micro.share) for micro in micros if micro.share is not None]
+    loss = work.mesh.sum(sum(share for _, share in parts))
     return Gradient(loss, tokens, trained, parts, torn=mover is not None and mover.torn)
 
 
-def _pass(
-    work: Work,
-    rows: Sequence[Row],
-    place: tuple[int, int],
-    trained: int,
-    run: Callable[[Tensor], None],
-) -> tuple[tuple[int, ...], float] | None:
-    """Forward and backward of one micro-batch: its row ids and share of the loss; None when nothing in it trains.
-
-    Args:
-        work: what to train and how.
-        rows: of the micro-batch.
-        place: its step and its number in it, both from 0.
-        trained: tokens of the whole window.
-        run: the backward pass.
-    """
-    step, number = place
-    if not rows:
-        return None
-    batch = work.passes.batch(rows)
-    seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
-    # Dropout, and what a seam draws from torch, then are pure functions of the step.
-    torch.manual_seed(seed)
-    for change in work.seams.on_batch:
-        batch = change(batch, step)
-    if batch.trained_tokens == 0:
-        return None
-    with work.around(rows, step, number):
-        losses = work.passes.losses(batch, step=step, seed=seed)
-    for weigh in work.seams.loss:
-        losses = weigh(losses, batch, step)
-    loss = counted(losses, batch).sum() / trained
-    # Each micro-batch adds the share of the penalty that it is of the window, so that cutting changes nothing.
-    share = batch.trained_tokens / trained
-    run(sum((penalty(step) * share for penalty in work.seams.penalty), loss))
-    return batch.rows, float(loss.detach())
+def _move_at_last(micros: Sequence[Micro], mover: Mover) -> None:
+    """Tensors move in the backward pass of the last micro-batch that has something to learn."""
+    trains = [micro for micro in micros if any(row.trained_tokens for row in micro.rows)]
+    if trains:
+        trains[-1].run = lambda loss: mover.backward(
+            loss, before=sum(micro.share or 0.0 for micro in micros)
+        )
 
 
 def _reduce(work: Work, tensors: dict[str, nn.Parameter], own: dict[str, nn.Parameter]) -> Tensor:

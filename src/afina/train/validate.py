@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from afina.models.blocks import plainly
 from afina.models.forward import own_attention
+from afina.parallel.runtime import Mesh, OneProcess
 from afina.train.passes import Passes
-from afina.types import Row
+from afina.types import Batch, Row
 
 ROWS_AT_ONCE = 16
 """Rows that are cut into micro-batches together; their number does not change the loss."""
@@ -22,7 +23,7 @@ def mean_loss(
     model: nn.Module,
     micro_batches: Sequence[Sequence[Row]],
     passes: Passes,
-    add: Callable[[float], float] = float,
+    mesh: Mesh | None = None,
 ) -> float:
     """Sum of the token losses of all rows, divided by their trained tokens.
 
@@ -32,22 +33,46 @@ def mean_loss(
         model: of the run.
         micro_batches: of this process.
         passes: rows -> losses.
-        add: sums a number over the processes that see different rows.
+        mesh: the processes, all of which ask; None for this one alone.
     """
-    training = model.training
+    training, mesh = model.training, mesh or OneProcess()
+    scored = [Scored(passes, rows) for rows in micro_batches]
     model.eval()
-    total, trained = 0.0, 0
     try:
         with plainly(model):
-            for rows in micro_batches:
-                batch = passes.batch(rows)
-                if batch.trained_tokens:
-                    total += float(passes.loss(batch))
-                    trained += batch.trained_tokens
+            shares = mesh.through(scored, {}, train=False)
     finally:
         model.train(training)
-    total, trained = add(total), add(trained)
+    total = mesh.sum(sum(share for share in shares if share is not None))
+    trained = mesh.sum(sum(micro.trained for micro in scored))
     return total / trained if trained else float("nan")
+
+
+class Scored:
+    """See `parallel.runtime.Micro`: a micro-batch whose losses are measured.
+
+    Attributes:
+        trained: its tokens that count, once it has begun.
+    """
+
+    seed = 0
+
+    def __init__(self, passes: Passes, rows: Sequence[Row]) -> None:
+        self.passes, self.rows = passes, rows
+        self.trained = 0
+
+    def begin(self) -> Batch | None:
+        """Its tensors; None where none counts."""
+        batch = self.passes.batch(self.rows)
+        self.trained = batch.trained_tokens
+        return batch if batch.trained_tokens else None
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum of its token losses."""
+        return self.passes.loss(batch)
+
+    def backward(self, loss: Tensor, batch: Batch) -> None:
+        """Nothing is learnt."""
 
 
 def scorer(
@@ -56,6 +81,7 @@ def scorer(
     passes: Passes,
     more: Callable[[nn.Module, Sequence[Row]], Mapping[str, float]] | None,
     own: str | None,
+    mesh: Mesh | None = None,
 ) -> Callable[[nn.Module], Mapping[str, float]] | None:
     """What scores a model on the validation rows.
 
@@ -65,16 +91,18 @@ def scorer(
         passes: a micro-batch -> its losses.
         more: scores beyond the loss.
         own: the model's own attention, which `more` runs with; None where it is in use anyway.
+        mesh: the processes, which share the rows out; None for this one alone.
 
     Returns:
         The loss and the further scores by name; None without rows.
     """
     if not rows:
         return None
-    parts = [m for i in range(0, len(rows), ROWS_AT_ONCE) for m in cut(rows[i : i + ROWS_AT_ONCE])]
+    mine = list(rows) if mesh is None else mesh.share(list(rows))
+    parts = [m for i in range(0, len(mine), ROWS_AT_ONCE) for m in cut(mine[i : i + ROWS_AT_ONCE])]
 
     def score(model: nn.Module) -> Mapping[str, float]:
-        scores = {"loss": mean_loss(model, parts, passes)}
+        scores = {"loss": mean_loss(model, parts, passes, mesh)}
         if more is not None:
             # Generation knows nothing of packed rows and takes the model's own attention.
             with plainly(model), own_attention(model, own) if own else nullcontext():

@@ -1,0 +1,72 @@
+"""One micro-batch of a window on its way through the model, forward and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from afina.train.passes import counted
+from afina.train.work import Work
+from afina.tree import seed_of
+from afina.types import Batch, Row
+
+
+class Micro:
+    """See `parallel.runtime.Micro`: what a process, or a pipeline of them, does with a micro-batch in training.
+
+    Args:
+        work: what to train and how.
+        rows: of the micro-batch.
+        place: its step and its number in it, both from 0.
+        trained: tokens of the whole window.
+
+    Attributes:
+        begun: something was done with it.
+        run: the backward pass.
+        ids: of its rows, in the order of the batch.
+        share: of the window's loss; None before the backward pass, or where nothing trains.
+    """
+
+    def __init__(
+        self, work: Work, rows: Sequence[Row], place: tuple[int, int], trained: int
+    ) -> None:
+        self.work, self.rows, self.place, self.trained = work, rows, place, trained
+        step, number = place
+        self.seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
+        self.begun = False
+        self.run: Callable[[Tensor], None] = Tensor.backward
+        self.ids: tuple[int, ...] = ()
+        self.share: float | None = None
+
+    def begin(self) -> Batch | None:
+        """Its tensors, with random numbers set; None when nothing in it trains."""
+        self.begun = True
+        if not self.rows:
+            return None
+        batch = self.work.passes.batch(self.rows)
+        # Dropout, and what a seam draws from torch, then are pure functions of the step.
+        torch.manual_seed(self.seed)
+        for change in self.work.seams.on_batch:
+            batch = change(batch, self.place[0])
+        self.ids = batch.rows
+        return batch if batch.trained_tokens else None
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Its share of the window's loss."""
+        step, number = self.place
+        self.begun = True
+        with self.work.around(self.rows, step, number):
+            losses = self.work.passes.losses(batch, step=step, seed=self.seed)
+        for weigh in self.work.seams.loss:
+            losses = weigh(losses, batch, step)
+        return counted(losses, batch).sum() / self.trained
+
+    def backward(self, loss: Tensor, batch: Batch) -> None:
+        """The backward pass of its share, penalties with it."""
+        # Each micro-batch adds the share of the penalty that it is of the window, so that cutting changes nothing.
+        share = batch.trained_tokens / self.trained
+        penalties = self.work.seams.penalty
+        self.run(sum((penalty(self.place[0]) * share for penalty in penalties), loss))
+        self.share = float(loss.detach())
