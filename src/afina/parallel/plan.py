@@ -61,6 +61,16 @@ class Plan:
         """Of the mesh's dimensions, in their order."""
         return self.pipeline, self.replicate, self.shard, self.tensor
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether no process holds the whole model."""
+        return self.zero == 3 or self.tensor > 1 or self.pipeline > 1
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether no process holds the optimiser's whole state."""
+        return self.zero > 0 or self.shares_weights
+
     def place(self, rank: int) -> Place:
         """Where process `rank` stands."""
         rest, tensor = divmod(rank, self.tensor)
