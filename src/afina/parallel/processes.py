@@ -130,6 +130,8 @@ class Processes:
     ) -> list[float | None]:
         """One after the other; where gradients are shared out, they are after each round."""
         shares: list[float | None] = []
+        if train:
+            self._held.begin()
         for micro in micros:
             shares.append(taken(micro))
             if train:
@@ -152,7 +154,8 @@ class Processes:
             return norm
         square = norm.double().square().to(self.device)
         dist.all_reduce(square)
-        return square.sqrt().to(norm.dtype)
+        # In one dtype everywhere: a process that counts nothing would round by another one, and clip otherwise.
+        return square.sqrt()
 
     def share(self, rows: list[T]) -> list[T]:
         """Every so manieth row."""
