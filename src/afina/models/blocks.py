@@ -13,7 +13,7 @@ follows Korthikanti et al. 2022, arXiv 2205.05198, section 4.2, turned to where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, cast
@@ -31,15 +31,13 @@ from torch.utils.checkpoint import (
 from afina import seams
 from afina.errors import TechniqueError
 from afina.ops.lowrank import out_of_place
+from afina.seams.calls import Call, calls, put
 from afina.tree import Around
 
 Recompute = bool | int | Literal["selective"]
 """False: none; True: every block; n: every n-th block; selective: see above."""
 
-_SLOT = "_compiled_call_impl"
 _KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-Call = Callable[..., Any]
 
 
 class Blocks:
@@ -87,7 +85,7 @@ class Blocks:
     @contextmanager
     def running(self) -> Generator[Blocks, None, None]:
         """Inside the block the model's blocks run this way; afterwards as before."""
-        before = _calls(self.blocks)
+        before = calls(self.blocks)
         try:
             self._put()
             # The compiler would take blocks with hooks and without for the same, and where only some have an adapter,
@@ -95,7 +93,7 @@ class Blocks:
             with compiler.patch(skip_nnmodule_hook_guards=False):
                 yield self
         finally:
-            _put(self.blocks, before)
+            put(self.blocks, before)
             self.compiled = False
 
     def compile(self, wanted: bool) -> None:
@@ -115,41 +113,19 @@ class Blocks:
                 call = partial(_recomputed, partial(_separately, block._call_impl), _contexts)
             elif _again(number, self.recompute):
                 call = partial(_recomputed, call or block._call_impl, noop_context_fn)
-            setattr(block, _SLOT, call)
+            put([block], [call])
 
 
 @contextmanager
 def plainly(model: nn.Module) -> Generator[None, None, None]:
     """Inside the block the model's blocks run as the model itself runs them: for passes without a gradient."""
     blocks = [block for stack in seams.stacks(model).values() for block in stack]
-    before = _calls(blocks)
+    before = calls(blocks)
     try:
-        _put(blocks, [None] * len(blocks))
+        put(blocks, [None] * len(blocks))
         yield
     finally:
-        _put(blocks, before)
-
-
-@contextmanager
-def instead(ways: Mapping[nn.Module, Callable[[Call], Call]]) -> Generator[None, None, None]:
-    """Inside the block each of these modules is called as its function says, which is given the call it has now."""
-    blocks = list(ways)
-    before = _calls(blocks)
-    own = [call or block._call_impl for call, block in zip(before, blocks, strict=True)]
-    try:
-        _put(blocks, [way(call) for way, call in zip(ways.values(), own, strict=True)])
-        yield
-    finally:
-        _put(blocks, before)
-
-
-def _calls(blocks: list[nn.Module]) -> list[Call | None]:
-    return [getattr(block, _SLOT) for block in blocks]
-
-
-def _put(blocks: list[nn.Module], calls: Sequence[Call | None]) -> None:
-    for block, call in zip(blocks, calls, strict=True):
-        setattr(block, _SLOT, call)
+        put(blocks, before)
 
 
 def _runs_itself(block: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from afina.data.prefix import tree
 from afina.errors import TechniqueError
-from afina.models.blocks import Call, instead
+from afina.seams.calls import Call, instead
 from afina.train.inputs import Store, key_of
 from afina.train.lowest import OFF, SETTING, Place
 from afina.train.passes import Passes
