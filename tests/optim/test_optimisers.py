@@ -229,3 +229,34 @@ def test_tensors_that_an_optimiser_cannot_train_are_an_error_that_says_so() -> N
     with pytest.raises(ConfigError, match="Muon cannot train these tensors") as caught:
         Optimiser(tensors(), {}, "muon", OPTIONS)
     assert "adamw" in str(caught.value.cure)
+
+
+@pytest.mark.parametrize("name", sorted(optimisers.kinds()))
+def test_a_step_of_pieces_is_a_step_of_the_whole_where_it_is_said_to_be(name: str) -> None:
+    def steps(cut: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        wholes = [torch.randn(5, 4), torch.randn(7, 3)]
+        # Uneven pieces, and for those that can have it an empty one.
+        ends = (3,) if name in optimisers.WHOLE else (3, 0)
+        parts = [[*w.chunk(3), *(w[:0] for _ in ends[1:])] if cut else [w] for w in wholes]
+        own = {f"{i}.{j}": nn.Parameter(p) for i, ps in enumerate(parts) for j, p in enumerate(ps)}
+        optimiser = Optimiser(own, {}, name, {"lr": 0.05, "weight_decay": 0.1})
+        for _ in range(4):
+            gradients = [torch.randn(w.shape) for w in wholes]
+            for parts_of, gradient, number in zip(parts, gradients, range(2), strict=True):
+                sizes = [len(part) for part in parts_of]
+                for at, piece in enumerate(gradient.split(sizes)):
+                    own[f"{number}.{at}"].grad = piece.clone()
+            optimiser.step()
+        return wholes
+
+    equal = all(torch.equal(a, b) for a, b in zip(steps(False), steps(True), strict=True))
+    assert equal == (name not in optimisers.WHOLE)
+
+
+def test_an_optimiser_of_whole_tensors_is_refused_pieces_with_those_that_work() -> None:
+    for name in ("Muon", "adafactor"):
+        with pytest.raises(ConfigError, match="adamw") as refused:
+            optimisers.refuse_pieces(name, "parallel.zero=1")
+        assert "parallel.zero=1" in str(refused.value)
+    optimisers.refuse_pieces("AdamW", "parallel.zero=1")

@@ -14,6 +14,9 @@ from afina.errors import ConfigError, nearest
 # They need a closure or sparse gradients, which the loop does not give.
 UNUSABLE = ("LBFGS", "SparseAdam", "Optimizer")
 
+WHOLE = ("adafactor", "muon")
+"""Those whose step of a tensor is not a step of each of its numbers: means over rows and columns, or its matrix."""
+
 
 class Optimiser:
     """A torch optimiser over named tensors.
@@ -161,6 +164,26 @@ def kind_of(name: str) -> type[torch.optim.Optimizer]:
             wanted=", ".join(nearest(name.lower(), list(known)) or sorted(known)),
         )
     return known[name.lower()]
+
+
+def refuse_pieces(name: str, setting: str) -> None:
+    """Raises for an optimiser that cannot move a tensor in pieces.
+
+    Args:
+        name: of the optimiser.
+        setting: that has processes share tensors out, and its value.
+
+    Raises:
+        ConfigError: naming those that can.
+    """
+    kind = kind_of(name)
+    if kind.__name__.lower() in WHOLE:
+        raise ConfigError(
+            f"train.optimizer: {kind.__name__} looks at whole tensors, and with {setting} a process moves pieces",
+            got=name,
+            wanted=", ".join(sorted(set(kinds()) - set(WHOLE))),
+            cure="take another optimiser, or leave parallel.zero out",
+        )
 
 
 def takes(kind: type[torch.optim.Optimizer], option: str) -> bool:

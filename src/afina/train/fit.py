@@ -273,3 +273,5 @@ def refuse_several(plan: Plan, settings: TrainSettings) -> None:
                 got=f"{plan.processes} processes",
                 cure=f"leave train.{name} out, or train in one process",
             )
+    if plan.zero:
+        optimisers.refuse_pieces(settings.optimizer, f"parallel.zero={plan.zero}")
