@@ -45,9 +45,11 @@ class Mesh(Protocol):
 
     Attributes:
         plan: how they share the run.
+        rank: of this process.
     """
 
     plan: Plan
+    rank: int
 
     @property
     def writes(self) -> bool:
@@ -143,6 +145,7 @@ class OneProcess:
     """The mesh of a run in one process."""
 
     plan = Plan()
+    rank = 0
 
     @property
     def writes(self) -> bool:

@@ -3,6 +3,7 @@
     checkpoints/step-000200/   adapter/ (or model/), optimiser.safetensors, random.safetensors, state.json,
                                techniques.safetensors where techniques keep more than the adapter holds,
                                manifest.json (every file's size and sha256)
+                               optimiser/ instead of its file where processes share its state out (`parallel.store`)
     checkpoints/latest         the name of the newest, switched once that one is on the disk
 
 The schedule and the order of the data are pure functions of the step, so that the step is all that is kept of them.
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,15 +28,19 @@ from afina.adapters import files
 from afina.adapters.card import Record
 from afina.errors import RunError
 from afina.optim.optimisers import Optimiser
-from afina.train import durable, manifest, randomness, state, ways
+from afina.parallel import store
+from afina.parallel.runtime import Mesh, OneProcess
+from afina.parallel.together import by_first, together
+from afina.train import durable, in_pieces, manifest, randomness, state, ways
 from afina.train.state import State
 from afina.tree import Edit
 
-OPTIMISER = "optimiser.safetensors"
 RANDOM = "random.safetensors"
 TECHNIQUES = "techniques.safetensors"
 STATE = "state.json"
 LATEST = "latest"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Contents:
         base: name of the base model.
         tokenizer: saved with the weights.
         record: what the adapter's card says of data and settings.
+        mesh: the processes; all of them save, and one writes what all have.
     """
 
     edit: Edit
@@ -55,6 +61,20 @@ class Contents:
     base: str
     tokenizer: Any
     record: Record
+    mesh: Mesh = field(default_factory=OneProcess)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process wrote of a checkpoint.
+
+    Attributes:
+        shapes: of the whole tensors of which it holds something, by name.
+        digests: sha256 of its files, by their name in the checkpoint.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    digests: Mapping[str, str]
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -76,36 +96,83 @@ def save(run: Path, contents: Contents, now: State, scores: Mapping[str, float])
     Raises:
         RunError: when weights are not finite, or cannot be written; the older checkpoints are as they were.
     """
-    _refuse_broken(contents.edit, now.step, run)
+    mesh = contents.mesh
+    together(mesh, lambda: _refuse_broken(mesh.own(contents.edit.trainable()), now.step, run))
     folder = folder_of(run, now.step)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    before = _pointed(run)
-    kept = f"  ({f'{before} is whole' if before else 'no step was saved yet'})"
-    with durable.writing(f"the checkpoint of step {now.step}", run, kept):
-        temporary = durable.temporary_of(folder)
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            _write(temporary, contents, now, scores)
-            durable.publish(temporary, folder)
-        finally:
+
+    def alone(do: Callable[[], T]) -> Callable[[], T]:
+        return lambda: _writing(run, now.step, do)
+
+    temporary = by_first(mesh, alone(lambda: _begun(folder)))
+    try:
+        parts = together(mesh, alone(lambda: _write_part(temporary, contents)))
+        by_first(mesh, alone(lambda: _complete(temporary, folder, contents, (now, scores), parts)))
+    finally:
+        if mesh.writes:
             shutil.rmtree(temporary, ignore_errors=True)
-        point(run, folder)
     return folder
 
 
-def _write(folder: Path, contents: Contents, now: State, scores: Mapping[str, float]) -> None:
-    _write_weights(folder, contents, replace(contents.record, scores=scores))
-    kept = contents.optimiser.state_tensors()
-    save_file({k: v.detach().cpu().contiguous() for k, v in kept.items()}, folder / OPTIMISER)
-    save_file(randomness.states(), folder / RANDOM)
+def _writing(run: Path, step: int, do: Callable[[], T]) -> T:
+    """What `do` gives; where it fails to write, an error that says so."""
+    before = _pointed(run)
+    kept = f"  ({f'{before} is whole' if before else 'no step was saved yet'})"
+    with durable.writing(f"the checkpoint of step {step}", run, kept):
+        return do()
+
+
+def _begun(folder: Path) -> Path:
+    """An empty folder beside the one that is to be."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = durable.temporary_of(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    return temporary
+
+
+def _write_part(folder: Path, contents: Contents) -> Part:
+    """Writes what this process alone holds."""
+    if not contents.mesh.plan.shares_state:
+        return Part({}, {})
+    own = contents.mesh.own(contents.edit.trainable())
+    held, shapes = in_pieces.state_of(contents.optimiser, own)
+    file = store.file_of(folder / in_pieces.OPTIMISER, contents.mesh.rank)
+    file.parent.mkdir(exist_ok=True)
+    store.write(file, held)
+    if not file.exists():
+        return Part(shapes, {})
+    durable.sync(file)
+    return Part(shapes, {file.relative_to(folder).as_posix(): manifest.digest(file)})
+
+
+def _complete(
+    temporary: Path,
+    folder: Path,
+    contents: Contents,
+    told: tuple[State, Mapping[str, float]],
+    parts: Sequence[Part],
+) -> None:
+    """Writes what all processes have, looks at what each wrote, and gives the checkpoint its name."""
+    now, scores = told
+    _write_weights(temporary, contents, replace(contents.record, scores=scores))
+    if contents.mesh.plan.shares_state:
+        shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
+        in_pieces.stored_state(temporary).check(shapes)
+    else:
+        kept = contents.optimiser.state_tensors()
+        file = temporary / f"{in_pieces.OPTIMISER}.safetensors"
+        save_file({k: v.detach().cpu().contiguous() for k, v in kept.items()}, file)
+    save_file(randomness.states(), temporary / RANDOM)
     beside = _beside(contents.edit)
     if beside:
         save_file(
-            {k: v.detach().cpu().contiguous() for k, v in beside.items()}, folder / TECHNIQUES
+            {k: v.detach().cpu().contiguous() for k, v in beside.items()}, temporary / TECHNIQUES
         )
-    (folder / STATE).write_text(state.to_text(now), encoding="utf-8")
-    manifest.write(folder)
+    (temporary / STATE).write_text(state.to_text(now), encoding="utf-8")
+    known = {name: digest for part in parts for name, digest in part.digests.items()}
+    manifest.write(temporary, known)
+    durable.publish(temporary, folder)
+    point(folder.parent.parent, folder)
 
 
 def _beside(edit: Edit) -> dict[str, Tensor]:
@@ -130,10 +197,10 @@ def _write_weights(folder: Path, contents: Contents, record: Record) -> None:
         tokenizer.save_pretrained(folder / "model")
 
 
-def _refuse_broken(edit: Edit, step: int, run: Path) -> None:
+def _refuse_broken(own: Mapping[str, Tensor], step: int, run: Path) -> None:
     """Raises when a weight is not a finite number: such a checkpoint would push the good ones out."""
-    broken = [n for n, p in edit.trainable().items() if not math.isfinite(float(p.detach().sum()))]
-    broken = [n for n in broken if not bool(torch.isfinite(edit.trainable()[n]).all())]
+    broken = [n for n, p in own.items() if not math.isfinite(float(p.detach().sum()))]
+    broken = [n for n in broken if not bool(torch.isfinite(own[n]).all())]
     if broken:
         raise RunError(
             f"after step {step} some weights are not finite, so they are not saved",
@@ -230,13 +297,16 @@ def _way_out(run: Path, there: list[Path], damaged: Path) -> str:
     return f"no other checkpoint is whole: put the files back, or begin anew: {ways.OVERWRITE}"
 
 
-def restore(folder: Path, edit: Edit, optimiser: Optimiser | None) -> None:
+def restore(
+    folder: Path, edit: Edit, optimiser: Optimiser | None, mesh: Mesh | None = None
+) -> None:
     """Gives the model, the edit, the optimiser and the random generators the values of a checkpoint.
 
     Args:
         folder: of a whole checkpoint.
         edit: of the model that is to go on.
         optimiser: None for one of another kind, which cannot take the old one's state.
+        mesh: the processes, each of which takes what it holds, however it was shared out when it was saved.
     """
     if not adapters.is_adapter(edit):
         _restore_base(edit, folder / "model")
@@ -244,7 +314,8 @@ def restore(folder: Path, edit: Edit, optimiser: Optimiser | None) -> None:
         files.restore(edit, files.read_tensors(folder / "adapter"))
     _restore_beside(edit, folder)
     if optimiser is not None:
-        optimiser.load_state_tensors(load_file(folder / OPTIMISER))
+        own = (mesh or OneProcess()).own(edit.trainable())
+        in_pieces.take_state(optimiser, own, in_pieces.stored_state(folder))
     randomness.restore(load_file(folder / RANDOM))
 
 

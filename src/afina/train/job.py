@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.ops import attention
 from afina.optim.optimisers import Optimiser
+from afina.parallel.together import together
 from afina.train import (
     checkpoint,
     durable,
@@ -148,13 +149,19 @@ class Job:
             finally:
                 say.close()
 
-    def _claimed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _claimed(self) -> Generator[None, None, None]:
         """The run's folder, for the process that writes it."""
-        if not self.options.mesh.writes:
-            return nullcontext()
-        return folder.claimed(
-            self.out, resume=self.options.goes_on, overwrite=self.options.overwrite
-        )
+        options = self.options
+        with ExitStack() as held:
+
+            def claim() -> None:
+                held.enter_context(
+                    folder.claimed(self.out, resume=options.goes_on, overwrite=options.overwrite)
+                )
+
+            options.mesh.told(claim)
+            yield
 
     def _optimiser(self) -> Optimiser:
         """Of what this process moves."""
@@ -178,38 +185,38 @@ class Job:
     def _begin(self, given: Given, say: Reporter) -> Run:
         """From the folder to the first step: at the run's beginning, or where it goes on."""
         options = self.options
-        start = resume.origin(self.out, options.resume_from) if options.goes_on else None
-        writes = options.mesh.writes
-        # Nothing in the folder changes before every process has read what is there.
-        options.mesh.barrier()
+        mesh = options.mesh
+        start = None
+        if options.goes_on:
+            start = mesh.told(lambda: resume.origin(self.out, options.resume_from))
         with resume.threads(self.settings.threads or (start.threads if start else None)):
             now = self._state(given, start)
             if start is None:
                 if options.goes_on:
                     say.say("the run was stopped before its first step, and begins now")
-                if writes:
-                    record.write(self.out, given, self._machine())
+                mesh.told(lambda: record.write(self.out, given, self._machine()))
                 return self._train(given, now, (), say)
-            changes = resume.compare(start.state, now, allow=options.allow_changes)
-            done = resume.finished(self.out, start.state, now, changes)
-            options.mesh.barrier()
+            then = start.state
+            changes = mesh.told(lambda: resume.compare(then, now, allow=options.allow_changes))
+            done = mesh.told(lambda: resume.finished(self.out, then, now, changes))
             if done is not None:
-                say.say(result.told(done, start.state.total_steps))
+                say.say(result.told(done, then.total_steps))
                 return done
-            resume.refuse_unfit(start.folder, self.edit, changes)
-            resume.tell(start.state, now, changes, say)
+            mesh.told(lambda: resume.refuse_unfit(start.folder, self.edit, changes))
+            resume.tell(then, now, changes, say)
             state = self._restore(start, now, changes, say)
-            if writes and (changes or harmless(start.state, now)):
-                told = [*changes, *harmless(start.state, now)]
-                record.write_changes(self.out, given.resolved, state.step, told)
+            if changes or harmless(then, now):
+                told = [*changes, *harmless(then, now)]
+                mesh.told(lambda: record.write_changes(self.out, given.resolved, state.step, told))
             return self._train(given, state, changes, say)
 
     def _restore(
         self, start: Origin, now: State, changes: Sequence[Difference], say: Reporter
     ) -> State:
         """Gives model and optimiser the values of a checkpoint; returns the state of the rest of the run."""
-        state = resume.going_on(self.out, start.state, now, changes, say)
-        if start.folder is None:
+        mesh, folder = self.options.mesh, start.folder
+        state = mesh.told(lambda: resume.going_on(self.out, start.state, now, changes, say))
+        if folder is None:
             say.say("the run was stopped before its first checkpoint, and begins again")
             return state
         renamed = any(difference.name == "train.optimizer" for difference in changes)
@@ -217,13 +224,12 @@ class Job:
             say.say(
                 "warning: another optimiser cannot take the state of the old one: it starts anew"
             )
-        checkpoint.restore(start.folder, self.edit, None if renamed else self.optimiser)
+        optimiser = None if renamed else self.optimiser
+        together(mesh, lambda: checkpoint.restore(folder, self.edit, optimiser, mesh))
         if renamed:
             # Its fp32 masters of half-precision weights are of the weights that were just restored.
             self.optimiser = self._optimiser()
-        if self.options.mesh.writes:
-            checkpoint.point(self.out, start.folder)
-            (self.out / result.FILE).unlink(missing_ok=True)
+        mesh.told(lambda: self._goes_on_from(folder))
         if state.step < state.total_steps:
             seen = f"{counted(state.rows_seen, 'row')} seen"
             say.say(f"going on after step {state.step} of {state.total_steps}, {seen}")
@@ -232,6 +238,10 @@ class Job:
                 f"{counted(state.step, 'step')} of {state.total_steps} done: the run is brought to its end"
             )
         return state
+
+    def _goes_on_from(self, folder: Path) -> None:
+        checkpoint.point(self.out, folder)
+        (self.out / result.FILE).unlink(missing_ok=True)
 
     def _state(self, given: Given, start: Origin | None) -> State:
         """Of step 0, with all that must be equal for a resumed run to be the same run."""
@@ -273,7 +283,9 @@ class Job:
         """From `state` to the finished folder."""
         rows, val_rows = given.rows, given.val_rows
         card = on_the_card(state, given.in_words(), given.resolved.config.revision)
-        contents = Contents(self.edit, self.optimiser, self._base(), self.tokenizer, card)
+        contents = Contents(
+            self.edit, self.optimiser, self._base(), self.tokenizer, card, self.options.mesh
+        )
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training
@@ -305,8 +317,9 @@ class Job:
                 entering = self._entering(passes, cut, state.step, say)
                 if not state.step:
                     self._tell_of_start(passes, cut, say)
-                if self.options.mesh.writes and (changes or not state.step):
-                    record.write_start(self.out, state)
+                if changes or not state.step:
+                    begun = state
+                    self.options.mesh.told(lambda: record.write_start(self.out, begun))
                 work = Work(
                     self.model,
                     self.edit,
@@ -341,19 +354,25 @@ class Job:
                     mesh=self.options.mesh,
                 )
                 windows = self.plan.windows(state.step)
-                learnt = resume.learnt(self.out, self.plan, state.step)
+                done = state.step
+                learnt = self.options.mesh.told(lambda: resume.learnt(self.out, self.plan, done))
                 keeper.follow(loop(work, windows, state.step, state.skipped, learnt))
             finally:
                 self.model.train(training)
         weights, best = keeper.finish()
-        if self.plan.chooser is not None and self.options.mesh.writes:
-            with durable.writing("what was shown when", self.out):
-                self.plan.chooser.leave(self.out, read_metrics(self.out))
+        if self.plan.chooser is not None:
+            self.options.mesh.told(self._leave)
         for line in self.edit.outcome():
             say.say(line)
         if entering is not None:
             entering.store.remove()
         return self.options.mesh.told(lambda: self._result(keeper.state, weights, best))
+
+    def _leave(self) -> None:
+        """What was shown when, in words and as a picture."""
+        assert self.plan.chooser is not None
+        with durable.writing("what was shown when", self.out):
+            self.plan.chooser.leave(self.out, read_metrics(self.out))
 
     def _result(self, state: State, weights: Path, best: int) -> Run:
         """What the run came to, in its folder too."""

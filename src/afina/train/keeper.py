@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from afina.adapters.contents import is_adapter
 from afina.config import TrainSettings
 from afina.errors import RunError, counted
 from afina.parallel.runtime import Mesh, OneProcess
+from afina.parallel.together import together
 from afina.train import checkpoint, durable, nonfinite, ways
 from afina.train.checkpoint import Contents
 from afina.train.fit import refuse_unmeasured
@@ -26,8 +27,13 @@ from afina.train.report import Reporter
 from afina.train.state import Difference, State
 from afina.train.work import Step
 
+T = TypeVar("T")
+
 LINE = ";\n          "
 """Between two ways out, each on a line of its own."""
+
+WRONG = 1_000_000
+"""What a process says instead of the number of a signal when something went wrong in it."""
 
 LOWER = 10
 """A rate that ruined the weights is divided by this in what is advised."""
@@ -65,6 +71,7 @@ class Keeper:
         self.saved = self.state.step or None
         self._bad_in_a_row = 0
         self._scores: Mapping[str, float] = {}
+        self._wrong: Exception | None = None
 
     def follow(self, steps: Iterator[Step]) -> None:
         """Runs the steps to their end, until the scores stop improving, or until somebody stops the run.
@@ -76,8 +83,8 @@ class Keeper:
         """
         if self._spent():
             return
-        kept = MetricsFile if self.mesh.writes else NoFile
-        metrics = kept(self.out, keep_below=self.state.step)
+        figures = MetricsFile if self.mesh.writes else NoFile
+        metrics = self._made(lambda: figures(self.out, keep_below=self.state.step))
         if self.state.unscored:
             self._score(metrics.take(self.state.step), metrics)
             self.saved = None  # what was saved knows nothing of these scores
@@ -88,8 +95,9 @@ class Keeper:
             missing = f"{metrics.missing} of the first {counted(self.state.step, 'step')}"
             self.say.say(f"warning: metrics.jsonl has no figures for {missing}")
         board = None
-        if self.settings.tensorboard and self.mesh.writes:
-            board = _board(self.out, self.state.step)
+        if self.settings.tensorboard:
+            writes = self.mesh.writes
+            board = self._made(lambda: _board(self.out, self.state.step) if writes else None)
         with between_steps(self._tell) as stopping:
             try:
                 for step in steps:
@@ -111,7 +119,11 @@ class Keeper:
                 on_nan = "skip" if self.settings.step_in_backward else self.settings.on_nan
                 raise error.fault.error(kept, then, on_nan) from None
             except OutOfMemoryError as error:
-                then = f"{LINE}{TORN}{self._before_tear()}" if error.torn else self._saved_before()
+                # Of several processes one alone ran out: the others save nothing with it.
+                alone = self.mesh.plan.processes == 1
+                then = self._saved_before() if alone and not error.torn else self._before_tear()
+                if error.torn:
+                    then = f"{LINE}{TORN}{then}"
                 raise OutOfMemoryError(error.step, error.rows, then, torn=error.torn) from None
             finally:
                 if board is not None:
@@ -119,9 +131,38 @@ class Keeper:
         if self.state.step < self.state.total_steps:
             stopping.end()
 
+    def _made(self, make: Callable[[], T]) -> T:
+        """What each process makes for itself; all end where one cannot."""
+        found: list[T] = []
+        together(self.mesh, lambda: found.append(make()))
+        return found[0]
+
+    def _alone(self, do: Callable[[], object]) -> None:
+        """Does what one process does with files; of several, all meet before what goes wrong is raised."""
+        if self.mesh.plan.processes == 1:
+            do()
+            return
+        try:
+            if self._wrong is None:
+                do()
+        except Exception as error:
+            self._wrong = error
+
+    def _meet(self) -> None:
+        """Raises what went wrong in one process, in all of them."""
+
+        def tell() -> None:
+            if self._wrong is not None:
+                raise self._wrong
+
+        together(self.mesh, tell)
+
     def _asked(self, stopping: Stopping) -> bool:
         """Whether somebody asked any of the processes to stop; then all of them were asked."""
-        number = -round(self.mesh.least(-(stopping.signal or 0)))
+        mine = WRONG if self._wrong is not None else stopping.signal or 0
+        number = -round(self.mesh.least(-mine))
+        if number == WRONG:
+            self._meet()
         if number and stopping.signal is None:
             stopping.signal = number
         return number != 0
@@ -174,10 +215,11 @@ class Keeper:
         return f"{LINE}go on from the weights before it, more slowly: {way}"
 
     def _keep(self, fault: Fault) -> Path:
-        if not self.mesh.writes:
-            return self.out
-        with durable.writing("the batch that is not finite", self.out):
-            return nonfinite.write(fault, self.out, self.contents.tokenizer)
+        def write() -> Path:
+            with durable.writing("the batch that is not finite", self.out):
+                return nonfinite.write(fault, self.out, self.contents.tokenizer)
+
+        return self.mesh.told(write)
 
     def _after(self, step: Step, metrics: MetricsFile, board: Any) -> None:
         """Scores, writes and saves what is due after a step."""
@@ -190,12 +232,12 @@ class Keeper:
         if self._due(step.step, self.settings.eval_every):
             self._score(line, metrics)
         else:
-            metrics.add(line)
+            self._alone(lambda: metrics.add(line))
         self.say.step(step, self.state.total_steps)
         if board is not None:
-            _to_board(board, line)
+            self._alone(lambda: _to_board(board, line))
         if self._due(step.step, self.settings.save_every) or self.state.best_step == step.step:
-            metrics.sync()
+            self._alone(metrics.sync)
             self._save()
 
     def _score(self, line: dict[str, Any], metrics: MetricsFile) -> None:
@@ -204,12 +246,14 @@ class Keeper:
         Whatever an evaluation raises passes; the run is saved before, and is evaluated here when it goes on.
         """
         try:
-            self._scores = {} if self.score is None else self.score(self.model)
+            score = self.score
+            if score is not None:
+                self._scores = together(self.mesh, lambda: score(self.model))[0]
             if self._scores:
                 self._judge(self._scores)
         except Exception:
-            metrics.add(line)
-            metrics.sync()
+            self._alone(lambda: metrics.add(line))
+            self._alone(metrics.sync)
             self.state, self._scores = replace(self.state, unscored=True), {}
             self._save()
             self.say.say(
@@ -219,7 +263,7 @@ class Keeper:
             raise
         self.state = replace(self.state, unscored=False)
         line.update({f"val_{name}": value for name, value in self._scores.items()})
-        metrics.add(line)
+        self._alone(lambda: metrics.add(line))
         if self._scores:
             told = "  ".join(f"val {name} {value:.4f}" for name, value in self._scores.items())
             self.say.say(f"step {self.state.step}: {told}")
@@ -275,10 +319,9 @@ class Keeper:
         """Writes the checkpoint of this step, unless it is there."""
         if self.saved == self.state.step:
             return
-        if self.mesh.writes:
-            checkpoint.save(self.out, self.contents, self.state, self._scores)
-            checkpoint.prune(self.out, self.state, self.settings.keep_last)
-        self.mesh.barrier()
+        self._meet()
+        checkpoint.save(self.out, self.contents, self.state, self._scores)
+        self.mesh.told(lambda: checkpoint.prune(self.out, self.state, self.settings.keep_last))
         self.saved = self.state.step
 
     def finish(self) -> tuple[Path, int]:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 FILE = "manifest.json"
 
 
-def write(folder: Path) -> None:
-    """Lists every file of a folder with its size and sha256, in `manifest.json`."""
+def write(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Lists every file of a folder with its size and sha256, in `manifest.json`.
+
+    Args:
+        folder: whose files these are.
+        known: the sha256 of those that other processes wrote, by their name in the folder.
+    """
+    known = known or {}
+    names = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path != folder / FILE
+        name: {
+            "bytes": names[name].stat().st_size,
+            "sha256": known.get(name) or digest(names[name]),
+        }
+        for name in sorted(names)
+        if name != FILE
     }
     text = json.dumps({"format": 1, "files": files}, indent=2)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,147 @@
+"""Runs that go on in another layout: what was saved in whatever pieces is what one process would have saved."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from afina.config import ParallelSettings
+from afina.parallel.processes import Processes
+from afina.parallel.store import Stored
+from afina.techniques.full import Full
+from afina.techniques.lora import LoRA
+from afina.train import in_pieces, manifest
+from afina.train.metrics import read_metrics
+from afina.train.report import Silent
+from tests.parallel.pool import Pool
+from tests.train.kit import ragged_rows
+from tests.train.kit import run as one_run
+
+pytestmark = pytest.mark.dist
+
+# An eps as large as gradients are: else AdamW makes much of the last bits of one that is nearly zero.
+HOW: dict[str, Any] = {"optimizer": "adamw", "lr": 0.05, "eps": 0.1, "steps": 4, "eval_every": 2}
+TECHNIQUES: dict[str, Any] = {"lora": LoRA(rank=3), "full": Full()}
+
+Layout = tuple[int, dict[str, Any]]
+"""How many processes, and how they share the run."""
+
+
+class Stops(Silent):
+    """Ends the run, as by a signal to one of its processes, after so many steps."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def step(self, step: Any, total_steps: int) -> None:
+        if step.step == self.after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trained(out: Path, key: str, shared: dict[str, Any], more: dict[str, Any]) -> None:
+    """The run in this process, alone or as one of several; `stop` ends it after so many steps."""
+    more = dict(more)
+    options: dict[str, Any] = {"resume": more.pop("resume", False)}
+    stop = more.pop("stop", None)
+    if stop is not None:
+        options["reporter"] = Stops(stop)
+    mesh = Processes(ParallelSettings(**shared)) if "RANK" in os.environ else None
+    if mesh is not None:
+        options["mesh"] = mesh
+    given = {**HOW, **more}
+    try:
+        one_run(out, TECHNIQUES[key], options=options, val=ragged_rows(5, seed=9), **given)
+    except SystemExit:
+        assert stop is not None
+    finally:
+        if mesh is not None:
+            mesh.end()
+
+
+def on(pool: Pool, layout: Layout, out: Path, key: str, **more: Any) -> None:
+    """The run in a layout."""
+    processes, shared = layout
+    if processes == 1:
+        trained(out, key, shared, more)
+    else:
+        pool.run(processes, trained, out, key, shared, more)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The whole run in one process, by technique."""
+    made: dict[str, Path] = {}
+
+    def of(key: str) -> Path:
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("alone") / key
+            trained(made[key], key, {}, {})
+        return made[key]
+
+    return of
+
+
+def refuse_other(there: Path, alone: Path, key: str) -> None:
+    """Asserts that a run's figures, weights and optimiser are those of one process."""
+    for name in ("loss", "val_loss", "gradient_norm"):
+        found, wanted = ([line.get(name) for line in read_metrics(p)] for p in (there, alone))
+        assert found == [None if v is None else pytest.approx(v, abs=1e-9) for v in wanted], name
+    for name in ("step", "rows", "tokens", "trained_tokens"):
+        found, wanted = ([line.get(name) for line in read_metrics(p)] for p in (there, alone))
+        assert found == wanted
+    same(weights(there, key), weights(alone, key))
+    last = "checkpoints/step-000004"
+    assert manifest.damage(there / last) == []
+    stored, expected = (in_pieces.stored_state(path / last) for path in (there, alone))
+    assert stored.problems() == []
+    same(whole(stored), whole(expected))
+
+
+def weights(out: Path, key: str) -> dict[str, torch.Tensor]:
+    kind = {"lora": "adapter/adapter_model", "full": "model/model"}[key]
+    return load_file(out / f"{kind}.safetensors")
+
+
+def whole(stored: Stored) -> dict[str, torch.Tensor]:
+    return {name: stored.read(name) for name in stored.shapes}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-9)
+
+
+ONE: Layout = (1, {})
+LAYOUTS: list[tuple[str, Layout, list[Layout]]] = [
+    ("lora", (2, {"zero": 1}), [ONE, (3, {"zero": 2}), (2, {})]),
+    ("lora", (3, {"zero": 2}), [ONE, (2, {"zero": 1})]),
+    ("lora", ONE, [(3, {"zero": 1})]),
+    ("lora", (4, {"zero": 2, "replicate": 2}), [(3, {"zero": 1})]),
+    ("full", (2, {"zero": 2}), [ONE, (3, {"zero": 1})]),
+    ("full", ONE, [(2, {"zero": 1})]),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "then"),
+    LAYOUTS,
+    ids=[f"{key}-{n}-{shared}" for key, (n, shared), _ in LAYOUTS],
+)
+def test_a_run_goes_on_in_another_layout(
+    pool: Pool, tmp_path: Path, alone: Any, key: str, first: Layout, then: list[Layout]
+) -> None:
+    out = tmp_path / "first"
+    on(pool, first, out, key, stop=2)
+    for number, layout in enumerate(then):
+        there = tmp_path / str(number)
+        shutil.copytree(out, there)
+        on(pool, layout, there, key, resume=True)
+        refuse_other(there, alone(key), key)
