@@ -32,6 +32,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from afina.tree import Edit, Seams, Technique, seed_of
+from afina.tree.pieces import Piece, piece_of
 
 
 class GradientNoise(Technique):
@@ -72,9 +73,13 @@ class GradientNoise(Technique):
         share = deviation(step, self.eta, self.gamma)
         for name, tensor in tensors.items():
             if tensor.grad is not None:
-                seed = seed_of(torch.initial_seed(), f"noise {step} {name}")
-                size = share * rms(tensor.grad) if self.mode == "relative" else share
-                add(tensor.grad, noise(tensor.grad.shape, seed, tensor.grad.device), size)
+                seed, piece = (
+                    seed_of(torch.initial_seed(), f"noise {step} {name}"),
+                    piece_of(tensor),
+                )
+                size = share * rms(tensor.grad, piece) if self.mode == "relative" else share
+                drawn = noise(piece.shape, seed, tensor.grad.device)
+                add(tensor.grad, piece.of(drawn), size)
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------
@@ -85,10 +90,20 @@ def deviation(step: int, eta: float, gamma: float) -> float:
     return math.sqrt(eta / (1 + step) ** gamma)
 
 
-def rms(gradient: Tensor) -> Tensor:
-    """Root mean square of a whole tensor, in fp32 or wider; a scalar."""
+def rms(gradient: Tensor, piece: Piece | None = None) -> Tensor:
+    """Root mean square of a whole tensor, in fp32 or wider; a scalar.
+
+    Args:
+        gradient: of it, or this process's piece.
+        piece: which one; None is all of it.
+    """
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=wide) / math.sqrt(gradient.numel())
+    norm = torch.linalg.vector_norm(gradient, dtype=wide)
+    if piece is None:
+        return norm / math.sqrt(gradient.numel())
+    if piece.shared:
+        norm = piece.total(norm.square()).sqrt()
+    return norm / math.sqrt(piece.numel)
 
 
 def noise(shape: Sequence[int], seed: int, device: torch.device | str = "cpu") -> Tensor:

@@ -120,7 +120,9 @@ class AdaLoRA(OnMaps):
         schedule = self.schedule(total_steps, deltas)
         for delta in deltas:
             delta.schedule = schedule
-        allocation = Allocation(deltas, schedule, (self.beta1, self.beta2))
+        names = {id(delta): name for name, delta in edit.deltas.items()}
+        named = {names[id(delta)]: delta for delta in deltas}
+        allocation = Allocation(named, schedule, (self.beta1, self.beta2))
 
         def penalty(step: int) -> Tensor:
             return self.orthogonality * orthogonality(m for d in deltas for m in (d.a, d.b.t()))
@@ -285,13 +287,10 @@ class AdaLoRADelta(Delta):
         return frozenset({"a", "b"})
 
     @torch.no_grad()
-    def look(self, betas: tuple[float, float]) -> None:
-        """Takes the gradients of a step into the importances."""
-        for name, parameter in self.named_parameters():
-            if parameter.grad is not None:
-                importance = (parameter * parameter.grad).abs_()
-                mean, spread = (self.get_buffer(f"{name}_{of}") for of in ("mean", "spread"))
-                smooth(mean, spread, importance, *betas)
+    def look(self, name: str, importance: Tensor, betas: tuple[float, float]) -> None:
+        """Takes |w · dL/dw| of a step and one of its parameters into what was seen of it."""
+        mean, spread = (self.get_buffer(f"{name}_{of}") for of in ("mean", "spread"))
+        smooth(mean, spread, importance, *betas)
 
     def scores(self) -> Tensor:
         """The score of each direction (rank,)."""

@@ -11,11 +11,14 @@ Source: Zhang et al. 2023, "AdaLoRA", arXiv 2303.10512, section 3.3 and equation
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+from afina.tree.pieces import gathered, piece_of
 
 if TYPE_CHECKING:
     from afina.techniques.adalora import AdaLoRADelta
@@ -76,15 +79,35 @@ class Allocation:
     """What happens to the directions of all maps after each step of a run; what it knows is in the deltas."""
 
     def __init__(
-        self, deltas: list[AdaLoRADelta], schedule: Schedule, betas: tuple[float, float]
+        self, deltas: Mapping[str, AdaLoRADelta], schedule: Schedule, betas: tuple[float, float]
     ) -> None:
-        self._deltas, self._schedule, self._betas = deltas, schedule, betas
+        self._named, self._deltas = deltas, list(deltas.values())
+        self._schedule, self._betas = schedule, betas
 
+    @torch.no_grad()
     def look(self, step: int, tensors: dict[str, nn.Parameter]) -> None:
-        """Importances, once the tensors have moved; after the last cut they are of no more use."""
-        if step + 1 < self._schedule.end:
-            for delta in self._deltas:
-                delta.look(self._betas)
+        """Importances, once the tensors have moved; after the last cut they are of no more use.
+
+        What a process holds may be pieces: then all get those of the others, for a direction is scored whole.
+        """
+        if step + 1 >= self._schedule.end:
+            return
+        mine = {
+            (name, inner): tensors[f"{name}.{inner}"]
+            for name, delta in self._named.items()
+            for inner, _ in delta.named_parameters()
+        }
+        found = gathered(
+            {
+                f"{name}.{inner}": (piece_of(tensor), (tensor * tensor.grad).abs_())
+                for (name, inner), tensor in mine.items()
+                if tensor.grad is not None
+            }
+        )
+        for name, inner in mine:
+            importance = found.get(f"{name}.{inner}")
+            if importance is not None:
+                self._named[name].look(inner, importance, self._betas)
 
     def cut(self, step: int) -> None:
         """Cuts where it is time, whether or not the step moved the tensors; after the last, what was cut stays so."""

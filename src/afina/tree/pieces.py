@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Box = tuple[tuple[int, int], ...]
@@ -40,6 +42,11 @@ class Piece:
         return self.box == whole_box(self.shape)
 
     @property
+    def shared(self) -> bool:
+        """Whether the tensor is shared out: then other processes have pieces of it, even if this one has all of it."""
+        return self.total is not _same
+
+    @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
@@ -60,6 +67,30 @@ def piece_of(parameter: Tensor) -> Piece:
     found = getattr(parameter, _NAME, None)
     shape = tuple(parameter.shape)
     return found if isinstance(found, Piece) else Piece(shape, whole_box(shape))
+
+
+def gathered(parts: Mapping[str, tuple[Piece, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors from what processes know of their pieces; every process that holds one asks, for the same names.
+
+    Args:
+        parts: which piece this process knows by name, and a value of its shape.
+    """
+    found = {name: value for name, (piece, value) in parts.items() if not piece.shared}
+    together: dict[Any, list[str]] = {}
+    for name, (piece, value) in parts.items():
+        if piece.shared:
+            together.setdefault((piece.total, value.dtype, value.device), []).append(name)
+    for (total, *_), names in together.items():
+        spread = [value.new_zeros(piece.shape) for piece, value in map(parts.__getitem__, names)]
+        for name, whole in zip(names, spread, strict=True):
+            piece, value = parts[name]
+            piece.of(whole).copy_(value)
+        # One message for all of them.
+        summed = total(torch.cat([whole.reshape(-1) for whole in spread]))
+        shares = summed.split([whole.numel() for whole in spread])
+        for name, whole, share in zip(names, spread, shares, strict=True):
+            found[name] = share.view(whole.shape)
+    return {name: found[name] for name in parts}
 
 
 def mark(parameter: nn.Parameter, piece: Piece) -> nn.Parameter:
