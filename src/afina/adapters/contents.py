@@ -1,7 +1,8 @@
 """What an edit is in an adapter's folder: the tensors under their keys, and the configuration beside them.
 
-An edit of one technique is one folder. One of several is a folder with a folder for each, named by its key, so that
-PEFT loads from there the parts that it knows; in the edit's own table the keys of a part begin with `KEY/`.
+An edit of one technique is one folder, and so is a LoRA with the rows of tokens (`beside_lora`). Any other of several
+is a folder with a folder for each, named by its key, so that PEFT loads from there the parts that it knows; in the
+edit's own table the keys of a part begin with `KEY/`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from afina import seams
+from afina.adapters.beside_lora import joined, with_rows
 from afina.adapters.fitting import KINDS
 from afina.adapters.kinds import Kind, Part
 from afina.adapters.layout import PREFIX, STACK
@@ -31,7 +33,7 @@ def parts_of(edit: Edit) -> list[Part]:
         )
         for technique in edit.techniques
     ]
-    return [part for part in found if part.in_place or any(map(_trains, part.deltas.values()))]
+    return joined([p for p in found if p.in_place or any(map(_trains, p.deltas.values()))])
 
 
 def _trains(delta: nn.Module) -> bool:
@@ -65,7 +67,7 @@ def kind_of(part: Part) -> Kind:
             wanted="one of " + ", ".join(kinds),
             cure="save a fully trained model with model.save_pretrained",
         )
-    return kind
+    return with_rows(kind) if part.rows else kind
 
 
 def peft_tensors(edit: Edit) -> dict[str, Tensor]:

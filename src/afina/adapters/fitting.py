@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from afina.adapters.beside_lora import is_several, taken_apart, together
 from afina.adapters.bitfit import BITFIT
 from afina.adapters.card import read_record
 from afina.adapters.checking import (
@@ -30,7 +31,7 @@ from afina.adapters.peft_adalora import ADALORA
 from afina.adapters.peft_ia3 import IA3_KIND
 from afina.adapters.peft_lora import DORA, DORA_NAME, LORA
 from afina.adapters.peft_prompt import P_TUNING, PREFIX_KIND, PROMPT
-from afina.adapters.peft_tokens import TOKENS, beside_lora, has_tokens
+from afina.adapters.peft_tokens import TOKENS
 from afina.adapters.placing import Placed, place
 from afina.adapters.pruned import THRESHOLDS, noted, read_pruning
 from afina.adapters.rounded import differences
@@ -114,15 +115,17 @@ def fit(
     parts = stacked(folder, config)
     if parts is not None:
         found = {k: _fit_one(model, f, read_config(f), base, told) for k, f in parts.items()}
-    elif has_tokens(config):
-        two = beside_lora(config, read_tensors(folder))
-        every = [_fit_one(model, folder, c, base, told, tensors) for c, tensors in two]
+    elif is_several(config):
+        apart = taken_apart(model, config, read_tensors(folder))
+        every = [_fit_one(model, folder, c, base, told, tensors) for c, tensors in apart]
+        if len(every) == 1:  # a model without biases has none to train
+            return _with_pruning(every[0], model, folder)
         found = {fitted.techniques[0].key: fitted for fitted in every}
     else:
         return _with_pruning(_fit_one(model, folder, config, base, told), model, folder)
     fitted = Fitted(
         tuple(technique for fitted in found.values() for technique in fitted.techniques),
-        {f"{key}/{name}": t for key, fitted in found.items() for name, t in fitted.tensors.items()},
+        together({key: fitted.tensors for key, fitted in found.items()}),
         tuple(dict.fromkeys(note for fitted in found.values() for note in fitted.notes)),
     )
     return _with_pruning(fitted, model, folder)

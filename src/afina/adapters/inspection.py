@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from afina.adapters.beside_lora import BESIDE, is_several
 from afina.adapters.card import read_record, read_settings
 from afina.adapters.fitting import KINDS
 from afina.adapters.kinds import refuse_settings
@@ -156,8 +157,10 @@ def _inspect(folder: Path) -> Inspection:
     if config.get("peft_type") == "ADALORA":  # PEFT keeps the places that have no direction left
         tensors = {key: t for key, t in tensors.items() if t.numel()}
     strange: list[str] = []
+    # What PEFT keeps beside a LoRA is read as techniques of its own, so its settings say nothing strange.
+    plain = {k: v for k, v in config.items() if k not in BESIDE} if is_several(config) else config
     try:
-        refuse_settings(config, KINDS, folder / CONFIG)
+        refuse_settings(plain, KINDS, folder / CONFIG)
     except AfinaError as error:
         strange.append(f"afina would not load it: {error.got}; wanted {error.wanted}")
     groups = _groups(tensors, None if kind is None else kind.ending)

@@ -52,12 +52,14 @@ class Part:
         technique: whose part this is.
         deltas: its children, by the name of the module that each acts on.
         in_place: the base tensors that it trains, by name.
+        rows: the rows of tokens are among the children, as PEFT has them in a LoRA's folder; see `beside_lora`.
     """
 
     model: nn.Module
     technique: Technique
     deltas: Mapping[str, Delta]
     in_place: Mapping[str, nn.Parameter]
+    rows: bool = False
 
 
 @dataclass(frozen=True)

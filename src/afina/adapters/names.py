@@ -126,6 +126,13 @@ def seen_as(names: Iterable[str], moves: Iterable[Move]) -> dict[str, str]:
     return seen
 
 
+def plain_module(module: str) -> str:
+    """The name of a module without what PEFT sets before it."""
+    while module.startswith(PREFIX):
+        module = module.removeprefix(PREFIX)
+    return module
+
+
 def _groups(modules: Iterable[str]) -> list[list[str]]:
     """Modules that move together: those of one stack of blocks; each other one moves alone, after the stacks."""
     stacks: dict[str, list[str]] = {}

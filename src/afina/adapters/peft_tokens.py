@@ -4,7 +4,7 @@
 |---|---|---|
 | embedding | `trainable_tokens_delta` | (tokens, width), the rows themselves, in the order of `token_indices` |
 
-In a LoRA's file they end in `token_adapter.trainable_tokens_delta`; such a file is read as two techniques.
+In a LoRA's file they end in `token_adapter.trainable_tokens_delta`; see `beside_lora`.
 A tied head has the same rows. PEFT writes them a second time under its name, and reads them without.
 
 Source: the files that PEFT 0.21.2 writes.
@@ -27,7 +27,7 @@ from afina.tree import Delta
 
 ROWS = "trainable_tokens_delta"
 
-_BESIDE = ".token_adapter."
+INFIX = ".token_adapter."
 """In a LoRA's file the rows are in a child of the embedding."""
 
 _ALLOWED = Allowed(
@@ -120,7 +120,7 @@ def has_tokens(config: Config) -> bool:
     return config.get("peft_type") == "LORA" and bool(config.get("trainable_token_indices"))
 
 
-def beside_lora(
+def rows_apart(
     config: Config, tensors: Mapping[str, Tensor]
 ) -> tuple[tuple[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]:
     """Takes a LoRA's file apart that has the rows of tokens too (`trainable_token_indices`).
@@ -143,12 +143,16 @@ def beside_lora(
     common = {k: config[k] for k in ("base_model_name_or_path", "revision") if k in config}
     kind = {"peft_type": "TRAINABLE_TOKENS", "token_indices": ids}
     target = {"target_modules": [module]} if module else {}
-    rows = {k.replace(_BESIDE, "."): t for k, t in tensors.items() if _BESIDE in k}
+    rows = {k.replace(INFIX, "."): t for k, t in tensors.items() if _is_row(k)}
     rest = {k: v for k, v in config.items() if k != "trainable_token_indices"}
     return ({**common, **kind, **target}, rows), (
         rest,
-        {k: t for k, t in tensors.items() if _BESIDE not in k},
+        {k: t for k, t in tensors.items() if not _is_row(k)},
     )
+
+
+def _is_row(key: str) -> bool:
+    return INFIX in key and ROWS in key
 
 
 def _tensors(delta: Delta) -> dict[str, Tensor]:

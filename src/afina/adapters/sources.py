@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from afina.adapters.beside_lora import is_several
 from afina.adapters.card import Base, read_record
 from afina.adapters.fitting import KINDS
 from afina.adapters.kinds import Config, Kind, refuse_settings
-from afina.adapters.layout import CONFIG, PREFIX, read_config, read_tensors, stacked
-from afina.adapters.names import Entry, entries
+from afina.adapters.layout import CONFIG, read_config, read_tensors, stacked
+from afina.adapters.names import Entry, entries, plain_module
+from afina.adapters.peft_tokens import has_tokens
 from afina.adapters.products import INSTEAD, Product, product_of
 from afina.adapters.rounded import Rounded, read_rounded
 from afina.adapters.target import Target, resolve_run
@@ -113,13 +115,20 @@ def read_source(name: Any) -> Source:
             got=f"{folder}: {', '.join(parts)}",
             cure=f"name one of them: {' or '.join(map(str, parts.values()))}",
         )
+    if is_several(config):
+        beside = "rows of tokens" if has_tokens(config) else "biases of the base"
+        raise AdapterError(
+            f"this adapter has {beside} beside its LoRA, and arithmetic is with low-rank changes alone",
+            got=folder,
+            cure=INSTEAD,
+        )
     kind = refuse_settings(config, KINDS, folder / CONFIG)
     _refuse_other(kind, config, folder)
     found = entries(read_tensors(folder), kind.ending, kind.part)
     places: dict[str, dict[str, Tensor]] = {}
     for entry in found:
         if entry.role == "part":
-            places.setdefault(_plain(entry.module), {})[entry.part] = entry.tensor
+            places.setdefault(plain_module(entry.module), {})[entry.part] = entry.tensor
     products = {n: product_of(n, parts, config, folder) for n, parts in places.items()}
     if not products:
         raise AdapterError("the adapter changes nothing by products", got=folder)
@@ -129,14 +138,7 @@ def read_source(name: Any) -> Source:
 
 def _whole(found: list[Entry]) -> dict[str, Tensor]:
     """Tensors that stand whole in the file, but for copies of the base's own."""
-    return {f"{_plain(e.module)}.{e.part}": e.tensor for e in found if e.role == "whole"}
-
-
-def _plain(module: str) -> str:
-    """The name of a module without what PEFT sets before it."""
-    while module.startswith(PREFIX):
-        module = module.removeprefix(PREFIX)
-    return module
+    return {f"{plain_module(e.module)}.{e.part}": e.tensor for e in found if e.role == "whole"}
 
 
 def _refuse_other(kind: Kind, config: Config, folder: Path) -> None:

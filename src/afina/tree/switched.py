@@ -158,7 +158,8 @@ class Switched(Changes):
                 got=repr(strange[0])[:80],
                 wanted="texts, such as edit.scale(0.5, 'self_attn')",
             )
-        around = {name: _around(name) for name in (*children, *tensors)}
+        around = {name: _around(name) for name in children}
+        around |= {name: [*_around(name), self._owner[name].key] for name in tensors}
         match(
             dict.fromkeys(n for names in around.values() for n in names), patterns, setting="parts"
         )
