@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,14 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from afina.config import ParallelSettings
+from afina.errors import AfinaError, RunError
+from afina.parallel import store
 from afina.parallel.processes import Processes
 from afina.parallel.store import Stored
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
-from afina.train import in_pieces, manifest
-from afina.train.metrics import read_metrics
+from afina.train import durable, in_pieces, manifest
+from afina.train.metrics import MetricsFile, read_metrics
 from afina.train.report import Silent
-from tests.parallel.pool import Pool
+from tests.parallel.pool import Failed, Pool
 from tests.train.kit import ragged_rows
 from tests.train.kit import run as one_run
 
@@ -145,3 +148,99 @@ def test_a_run_goes_on_in_another_layout(
         shutil.copytree(out, there)
         on(pool, layout, there, key, resume=True)
         refuse_other(there, alone(key), key)
+
+
+def _faulty(out: Path, shared: dict[str, Any], fault: str, rank: int, more: dict[str, Any]) -> str:
+    """The run with a fault in the process of that rank at the second checkpoint; what was raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        if int(os.environ["RANK"]) == rank:
+            _plant(patch, fault)
+        try:
+            trained(out, "lora", shared, {"save_every": 1, **more})
+        except AfinaError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _plant(patch: pytest.MonkeyPatch, fault: str) -> None:
+    where, name = {
+        "piece": (store, "write"),
+        "rename": (durable, "publish"),
+        "figures": (MetricsFile, "add"),
+        "killed": (store, "write"),
+        "elsewhere": (store, "write"),
+    }[fault]
+    real, calls = getattr(where, name), iter(range(100))
+
+    def act(*given: Any) -> Any:
+        if next(calls) != 1:
+            return real(*given)
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "elsewhere":
+            return None
+        raise OSError(errno.ENOSPC, "No space left on device", str(given[0]))
+
+    patch.setattr(where, name, act)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank"), [("rename", 0), ("piece", 0), ("piece", 1), ("figures", 0)]
+)
+def test_a_disk_that_is_full_for_one_process_ends_all_with_its_error(
+    pool: Pool, tmp_path: Path, alone: Any, fault: str, rank: int
+) -> None:
+    out = tmp_path / "run"
+    told = pool.run(2, _faulty, out, {"zero": 1}, fault, rank, {})
+    if fault == "figures":
+        assert all("No space left on device" in words for words in told)
+    else:
+        assert all("could not be written: there is no room" in words for words in told)
+        assert all("step-000001 is whole" in words for words in told)
+    left = {p.name for p in (out / "checkpoints").iterdir()}
+    assert left == {"step-000001", "latest"}
+    on(pool, ONE, out, "lora", resume=True, save_every=1)
+    refuse_other(out, alone("lora"), "lora")
+
+
+def test_a_process_that_is_killed_while_it_saves_ends_all_and_the_run_goes_on(
+    pool: Pool, tmp_path: Path, alone: Any
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(Failed, match="process 1 says nothing"):
+        pool.run(2, _faulty, out, {"zero": 1, "timeout_s": 20}, "killed", 1, {})
+    on(pool, (3, {"zero": 2}), out, "lora", resume=True, save_every=1)
+    refuse_other(out, alone("lora"), "lora")
+    assert [p for p in (out / "checkpoints").iterdir() if durable.is_leftover(p)] == []
+
+
+def test_a_piece_that_lies_on_another_disk_is_missed(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(2, _faulty, tmp_path / "run", {"zero": 1}, "elsewhere", 1, {})
+    assert all("what the processes wrote does not make up" in words for words in told)
+    assert all("on a disk that all of them see" in words for words in told)
+
+
+def test_another_layout_is_told_and_recorded_and_needs_no_leave(pool: Pool, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    on(pool, (2, {"zero": 1}), out, "lora", stop=2)
+    on(pool, ONE, out, "lora", resume=True)
+    first = (out / "config.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert first == "# step 2: resumed with the processes: 2 x data, zero 1 then, 1 x data now"
+
+
+@pytest.mark.parametrize("harm", ["gone", "flipped"])
+def test_a_piece_that_is_not_as_it_was_written_is_refused(
+    pool: Pool, tmp_path: Path, harm: str
+) -> None:
+    out = tmp_path / "run"
+    on(pool, (2, {"zero": 1}), out, "lora", stop=2)
+    piece = out / "checkpoints/step-000002/optimiser/part-00001.safetensors"
+    if harm == "gone":
+        piece.unlink()
+    else:
+        whole = bytearray(piece.read_bytes())
+        whole[-1] ^= 1
+        piece.write_bytes(whole)
+    for layout in (ONE, (2, {"zero": 1})):
+        with pytest.raises((RunError, Failed), match=r"part-00001.safetensors"):
+            on(pool, layout, out, "lora", resume=True)

@@ -53,6 +53,7 @@ from afina.train.resume import Origin
 from afina.train.rows import are_rows, read_rows
 from afina.train.state import (
     BASE,
+    PROCESSES,
     START,
     TRAIN_ROWS,
     VAL_ROWS,
@@ -63,6 +64,7 @@ from afina.train.state import (
     on_the_card,
     recorded,
     rows_in_words,
+    spread,
     starting_weights,
 )
 from afina.train.told import of_rows
@@ -205,8 +207,8 @@ class Job:
             mesh.told(lambda: resume.refuse_unfit(start.folder, self.edit, changes))
             resume.tell(then, now, changes, say)
             state = self._restore(start, now, changes, say)
-            if changes or harmless(then, now):
-                told = [*changes, *harmless(then, now)]
+            told = [*changes, *harmless(then, now), *spread(then, now)]
+            if told:
                 mesh.told(lambda: record.write_changes(self.out, given.resolved, state.step, told))
             return self._train(given, state, changes, say)
 
@@ -250,6 +252,7 @@ class Job:
             "data.share_prefixes": self._shares(),
             TRAIN_ROWS: rows_in_words(given.rows, given.fingerprint),
             VAL_ROWS: rows_in_words(given.val_rows, fingerprint(given.val_rows)),
+            PROCESSES: str(self.options.mesh.plan),
             **self.values,
         }
         if self.plan.chooser is not None:

@@ -17,6 +17,7 @@ from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
 from afina.config import TrainSettings
 from afina.errors import RunError, counted
+from afina.parallel.plan import Plan
 from afina.train import ways
 from afina.tree import Edit
 from afina.types import Row
@@ -28,6 +29,7 @@ TRAIN_ROWS = "the training rows"
 VAL_ROWS = "the validation rows"
 START = "the starting weights"
 TECHNIQUES = "the techniques"
+PROCESSES = "the processes"
 
 OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads", "train.compile")
 """Settings that stand in `Machine` as what they came to, so that "the best there is" is compared by what it was."""
@@ -202,7 +204,8 @@ def differences(then: State, now: State) -> list[Difference]:
     found = [
         Difference(name, old.get(name), now.settings.get(name))
         for name in dict.fromkeys([*now.settings, *old])
-        if name not in HARMLESS and not _equal(name, old.get(name), now.settings.get(name))
+        if name not in (*HARMLESS, PROCESSES)
+        and not _equal(name, old.get(name), now.settings.get(name))
     ]
     if any(difference.name == TECHNIQUES for difference in found):
         # What follows from that is no difference of its own: their settings, and which weights are the base's.
@@ -217,12 +220,18 @@ def differences(then: State, now: State) -> list[Difference]:
 
 
 def roundings(then: State, now: State) -> list[Difference]:
-    """What may change the last bits of a number, and nothing else: versions and the processor's instructions."""
+    """What may change the last bits of a number, and nothing else: versions, processors and how many processes."""
     pairs = [
         Difference(name, getattr(then.machine, name, None), getattr(now.machine, name, None))
         for name in ("torch", "transformers", "cpu")
     ]
-    return [pair for pair in pairs if pair.then != pair.now]
+    return [*(pair for pair in pairs if pair.then != pair.now), *spread(then, now)]
+
+
+def spread(then: State, now: State) -> list[Difference]:
+    """Whether the run is spread over processes in another way."""
+    pair = [_as_of_today(state, now).get(PROCESSES) for state in (then, now)]
+    return [Difference(PROCESSES, *pair)] if pair[0] != pair[1] else []
 
 
 def harmless(then: State, now: State) -> list[Difference]:
@@ -247,6 +256,8 @@ def _as_of_today(then: State, now: State) -> dict[str, Any]:
     defaults = {f"train.{name}": field.default for name, field in fields.items()}
     missing = {n: defaults[n] for n in now.settings if n in defaults and n not in then.settings}
     keys = [name.split(".")[1] for name in then.settings if name.startswith("techniques.")]
+    if PROCESSES in now.settings:
+        missing[PROCESSES] = str(Plan())
     if TECHNIQUES in now.settings:
         missing[TECHNIQUES] = " and ".join(dict.fromkeys(keys))
     return {**missing, **then.settings}
