@@ -67,7 +67,7 @@ def test_a_file_of_an_old_version(tmp_path: Path) -> None:
         ("enable_lora", [True, False, True], "enable_lora"),
         ("r", "gone", "r is missing (it is never guessed)"),
         ("lora_alpha", "gone", "lora_alpha is missing (it is never guessed)"),
-        ("bias", "lora_only", "bias"),
+        ("bias", "some", "bias"),
     ],
 )
 def test_an_old_file_that_says_other_things(
@@ -267,7 +267,7 @@ def test_a_layer_that_is_not_there_is_not_taken_for_another(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lora_bias", True), ("use_qalora", True), ("bias", "all"),
+        ("lora_bias", True), ("use_qalora", True), ("bias", "some"),
         ("layer_replication", [[0, 1]]), ("alora_invocation_tokens", [1]),
         ("arrow_config", {}), ("kasa_config", {"x": 1}),
         ("velora_config", {"x": 1}), ("monteclora_config", {"x": 1}), ("use_bdlora", {"x": 1}),
