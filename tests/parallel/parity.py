@@ -101,7 +101,10 @@ def work_of(case: Case, mesh: Mesh, edit: Edit) -> Work:
     )
     mesh.begin()
     mesh.hold(edit.model, edit.trainable())
-    passes = Passes(edit.model, True, False, 257, head_of(edit.model))
+    edit.renew()
+    with mesh.opened():
+        head = head_of(edit.model)
+    passes = Passes(edit.model, True, False, 257, head, mesh.within)
     return Work(
         edit.model,
         edit,
@@ -134,21 +137,33 @@ def run(case: Case, settings: ParallelSettings | None) -> Found:
             parameter.grad = None
         for step in loop(work, iter(steps)):
             found.losses.append(step.loss)
-        found.values = {n: p.detach().clone() for n, p in edit.trainable().items()}
+        found.values = values(mesh, edit)
     mesh.end()
     return found
+
+
+def values(mesh: Mesh, edit: Edit) -> dict[str, torch.Tensor]:
+    """What trains, as this process has it for a pass; where it has no more than pieces, each in its place."""
+    tensors = edit.trainable()
+    if mesh.plan.zero < 3:
+        return {n: p.detach().clone() for n, p in tensors.items()}
+    return {n: placed(p, p.detach()) for n, p in mesh.own(tensors).items()}
 
 
 def whole(own: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The gradients of what a process moves, each in its place in a tensor of nan of the whole's shape."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in own.items():
-        piece = piece_of(parameter)
-        if parameter.grad is None:
-            continue
-        gradient = torch.full(piece.shape, float("nan"), dtype=parameter.grad.dtype)
-        piece.of(gradient).copy_(parameter.grad)
-        found[name] = gradient
+        if parameter.grad is not None:
+            found[name] = placed(parameter, parameter.grad)
+    return found
+
+
+def placed(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value of a parameter's piece in its place in a tensor of nan of the whole's shape."""
+    piece = piece_of(parameter)
+    found = torch.full(piece.shape, float("nan"), dtype=value.dtype)
+    piece.of(found).copy_(value)
     return found
 
 

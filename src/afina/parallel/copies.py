@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from afina.parallel.runtime import Named
+from afina.parallel.runtime import Micro, Named, taken
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients are summed so many bytes at a time: few large messages, and little memory beside the gradients."""
@@ -55,8 +58,20 @@ class Copies:
         """All of it."""
         return dict(tensors)
 
+    def within(self, call: Callable[[], T]) -> T:
+        """All is there."""
+        return call()
+
+    def opened(self) -> AbstractContextManager[None]:
+        """All is there."""
+        return nullcontext()
+
     def begin(self) -> None:
         """Nothing to prepare."""
+
+    def taken(self, micro: Micro) -> float | None:
+        """A pass of its own."""
+        return taken(micro)
 
     def passed(self, tensors: Named) -> None:
         """Nothing is told before the window's end."""
@@ -71,17 +86,19 @@ class Copies:
         for name, many in zip(names, there.tolist(), strict=True):
             if many and tensors[name].grad is None:
                 tensors[name].grad = torch.zeros_like(tensors[name])
-        found = [p.grad for p in tensors.values() if p.grad is not None]
-        for bucket in buckets(found):
-            summed = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(summed, group=self.group)
-            for gradient, part in zip(
-                bucket, summed.split([g.numel() for g in bucket]), strict=True
-            ):
-                gradient.copy_(part.view_as(gradient))
+        sum_up([p.grad for p in tensors.values() if p.grad is not None], self.group)
 
     def publish(self, tensors: Named) -> None:
         """Every process moved them alike."""
+
+
+def sum_up(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Sums tensors over the processes of a group, where they are; all have the same ones."""
+    for bucket in buckets(tensors):
+        summed = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(summed, group=group)
+        for tensor, part in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import nn
 
 from afina.parallel.copies import Copies, Groups
-from afina.parallel.runtime import Named
+from afina.parallel.full_shard import FullShards
+from afina.parallel.runtime import Micro, Named
 from afina.parallel.zero import Shards
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from afina.parallel.processes import Processes
@@ -29,8 +34,20 @@ class Held(Protocol):
         """What this process moves."""
         ...
 
+    def within(self, call: Callable[[], T]) -> T:
+        """What a pass gives."""
+        ...
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside the block the model may be called by anyone, without a gradient and in all processes alike."""
+        ...
+
     def begin(self) -> None:
         """Before the first pass of a window."""
+        ...
+
+    def taken(self, micro: Micro) -> float | None:
+        """Takes a micro-batch through the model, and back where it trains; None where nothing in it counts."""
         ...
 
     def passed(self, tensors: Named) -> None:
@@ -55,6 +72,9 @@ def held(mesh: Processes, model: nn.Module, tensors: Named) -> Held:
         tensors: that train, by name.
     """
     groups = Groups(*(mesh.group(name) for name in Groups._fields))
-    if not mesh.plan.zero:
+    plan = mesh.plan
+    if not plan.zero or plan.shard == 1:
         return Copies(groups.data)
-    return Shards(tensors, groups, every_round=mesh.plan.zero > 1, early=mesh.plan.pipeline == 1)
+    if plan.zero == 3:
+        return FullShards(model, tensors, groups, mesh.mesh["shard"], offload=plan.offload)
+    return Shards(tensors, groups, every_round=plan.zero > 1, early=plan.pipeline == 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from afina.config import ParallelSettings
 from afina.errors import RunError
-from afina.parallel.held import Copies, Held, held
+from afina.parallel.copies import Copies
+from afina.parallel.held import Held, held
 from afina.parallel.plan import Plan, plan_of
-from afina.parallel.runtime import Micro, Named, dealt, taken
+from afina.parallel.runtime import Micro, Named, dealt
 from afina.parallel.together import by_first
 from afina.tree.pieces import piece_of
 
@@ -125,6 +127,14 @@ class Processes:
         """What this process moves."""
         return self._held.own(tensors)
 
+    def within(self, call: Callable[[], T]) -> T:
+        """Where weights are shared out they are gathered as it goes on."""
+        return self._held.within(call)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """See `Mesh.opened`."""
+        return self._held.opened()
+
     def through(
         self, micros: Sequence[Micro], tensors: Named, *, train: bool = True
     ) -> list[float | None]:
@@ -133,7 +143,7 @@ class Processes:
         if train:
             self._held.begin()
         for micro in micros:
-            shares.append(taken(micro))
+            shares.append(self._held.taken(micro))
             if train:
                 self._held.passed(tensors)
         return shares

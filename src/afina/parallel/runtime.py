@@ -6,6 +6,7 @@ The loop asks for sums and for permission to write; it never asks how many proce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -39,6 +40,10 @@ class Micro(Protocol):
         """What is done with the loss: a backward pass, where it trains."""
         ...
 
+    def idle(self) -> Tensor:
+        """A loss that is none of the data's, by a forward pass: for a process that must make one and has no rows."""
+        ...
+
 
 class Mesh(Protocol):
     """What a training loop needs to know of the processes it is one of.
@@ -66,6 +71,14 @@ class Mesh(Protocol):
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """What this process moves: the tensors themselves, or its pieces of them under the same names."""
+        ...
+
+    def within(self, call: Callable[[], T]) -> T:
+        """What a pass through the model gives, which happens inside of this."""
+        ...
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside the block the model may be called by anyone, without a gradient and in all processes alike."""
         ...
 
     def through(
@@ -162,6 +175,14 @@ class OneProcess:
         """All of it."""
         return dict(tensors)
 
+    def within(self, call: Callable[[], T]) -> T:
+        """What it gives."""
+        return call()
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Nothing to open."""
+        return nullcontext()
+
     def through(
         self, micros: Sequence[Micro], tensors: Named, *, train: bool = True
     ) -> list[float | None]:
@@ -220,8 +241,11 @@ class OneProcess:
 def taken(micro: Micro) -> float | None:
     """Takes a micro-batch through the whole model, and back; its share of the loss, None where nothing counts."""
     batch = micro.begin()
-    if batch is None:
-        return None
+    return None if batch is None else there_and_back(micro, batch)
+
+
+def there_and_back(micro: Micro, batch: Batch) -> float:
+    """The same with its tensors."""
     loss = micro.loss(batch)
     micro.backward(loss, batch)
     return float(loss.detach())

@@ -127,7 +127,7 @@ def bucket_of(names: Sequence[str], tensors: Named, parts: int) -> Bucket:
     return Bucket(slots, width, tensors[names[0]].detach())
 
 
-class Shards:
+class Shards(Copies):
     """See `held.Held`: stage 1, or with `every_round` stage 2.
 
     A tensor without dimensions stays whole in all processes, its gradient as with `Copies`.
@@ -152,6 +152,7 @@ class Shards:
         early: bool = True,
         most_bytes: int = BUCKET_BYTES,
     ) -> None:
+        super().__init__(groups.data)
         self.in_rounds, self._early = every_round, every_round and early
         self._groups, self._parts = groups, groups.shard.size()
         self._scalars = {n: p for n, p in tensors.items() if not p.dim()}

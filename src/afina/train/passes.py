@@ -5,7 +5,7 @@ Training, validation, trial passes and the pre-flight all go this way, so that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +19,14 @@ from afina.data.prefix import collate_shared, pack_shared, unique_tokens
 from afina.data.settings import DataSettings
 from afina.models.forward import to_device, trained_losses
 from afina.models.head import Head, head_of
+from afina.parallel.runtime import Mesh, OneProcess
 from afina.train.moving import drop, hooked
 from afina.tree import Edit, front_of
 from afina.types import Batch, Row
+
+
+def _itself(call: Callable[[], Tensor]) -> Tensor:
+    return call()
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Passes:
         shared: rows that begin alike share their beginning; only when packed.
         pad_id: what padding positions hold.
         head: whose loss needs no logits; None makes them.
+        within: what a pass happens inside of; see `parallel.runtime.Mesh`.
     """
 
     model: nn.Module
@@ -41,6 +47,7 @@ class Passes:
     shared: bool
     pad_id: int
     head: Head | None
+    within: Callable[[Callable[[], Tensor]], Tensor] = _itself
 
     @property
     def device(self) -> torch.device:
@@ -71,11 +78,20 @@ class Passes:
 
     def losses(self, batch: Batch, *, step: int = 0, seed: int = 0) -> Tensor:
         """Loss of each trained position (N,); of a shared one, of one of the rows that it stands for."""
-        return trained_losses(self.model, batch, self.head, step=step, seed=seed)
+        return self.within(
+            lambda: trained_losses(self.model, batch, self.head, step=step, seed=seed)
+        )
 
     def loss(self, batch: Batch) -> Tensor:
         """Sum of the losses of all rows' trained tokens."""
         return counted(self.losses(batch), batch).sum()
+
+    def idle(self) -> Batch:
+        """A batch of a row that is none of the data's, for a pass that must be made and counts for nothing."""
+        kind = seams.classifies(self.model)
+        tags = (0, 0) if kind == "tokens" else None
+        row = Row((0, 0), (False, True), -1, label=0 if kind == "rows" else None, tags=tags)
+        return self.batch([row])
 
     def tokens(self, rows: Sequence[Row]) -> int:
         """Tokens that are computed for some rows in one micro-batch."""
@@ -118,7 +134,13 @@ def counted(losses_N: Tensor, batch: Batch) -> Tensor:
 
 
 def passes_of(
-    model: nn.Module, edit: Edit, settings: DataSettings, *, pad_id: int = 0, by_row: bool = False
+    model: nn.Module,
+    edit: Edit,
+    settings: DataSettings,
+    *,
+    pad_id: int = 0,
+    by_row: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Passes, str | None]:
     """The way of a run, and why rows do not share their beginnings though the settings say so; inside `packing`.
 
@@ -128,7 +150,9 @@ def passes_of(
         settings: of the data.
         pad_id: what padding positions hold.
         by_row: something changes batches, or weighs losses, row by row.
+        mesh: the processes, all of which ask; None for this one alone.
     """
+    mesh = mesh or OneProcess()
     reason = (
         unshared(model, edit, by_row=by_row)
         if settings.packing and settings.share_prefixes
@@ -140,7 +164,9 @@ def passes_of(
         speaker: Any = model
         own = speaker.config.get_text_config().pad_token_id
         pad_id = pad_id if own is None else own
-    return Passes(model, settings.packing, shared, pad_id, head_of(model)), reason
+    with mesh.opened():
+        head = head_of(model)
+    return Passes(model, settings.packing, shared, pad_id, head, mesh.within), reason
 
 
 def unshared(model: nn.Module, edit: Edit, *, by_row: bool) -> str | None:

@@ -36,7 +36,8 @@ def mean_loss(
         mesh: the processes, all of which ask; None for this one alone.
     """
     training, mesh = model.training, mesh or OneProcess()
-    scored = [Scored(passes, rows) for rows in micro_batches]
+    more = mesh.rounds(len(micro_batches)) - len(micro_batches)
+    scored = [Scored(passes, rows) for rows in (*micro_batches, *[()] * more)]
     model.eval()
     try:
         with plainly(model):
@@ -63,6 +64,8 @@ class Scored:
 
     def begin(self) -> Batch | None:
         """Its tensors; None where none counts."""
+        if not self.rows:
+            return None
         batch = self.passes.batch(self.rows)
         self.trained = batch.trained_tokens
         return batch if batch.trained_tokens else None
@@ -70,6 +73,10 @@ class Scored:
     def loss(self, batch: Batch) -> Tensor:
         """Sum of its token losses."""
         return self.passes.loss(batch)
+
+    def idle(self) -> Tensor:
+        """The loss of a row that is none of the data's."""
+        return self.passes.losses(self.passes.idle()).sum()
 
     def backward(self, loss: Tensor, batch: Batch) -> None:
         """Nothing is learnt."""

@@ -63,6 +63,11 @@ class Micro:
             losses = weigh(losses, batch, step)
         return counted(losses, batch).sum() / self.trained
 
+    def idle(self) -> Tensor:
+        """The loss of a row that is none of the data's."""
+        passes = self.work.passes
+        return passes.losses(passes.idle()).sum()
+
     def backward(self, loss: Tensor, batch: Batch) -> None:
         """The backward pass of its share, penalties with it."""
         # Each micro-batch adds the share of the penalty that it is of the window, so that cutting changes nothing.

@@ -40,6 +40,10 @@ class Changes:
         }
         return {**attached, **self.in_place}
 
+    def renew(self) -> None:
+        """Looks up anew what trains in place, after other tensors were put there (see `parallel`)."""
+        self.in_place = {name: self.model.get_parameter(name) for name in self.in_place}
+
     def aiding(self) -> dict[str, nn.Parameter]:
         """Those of the tensors that train which only help others to: no adapter has them."""
         return {
