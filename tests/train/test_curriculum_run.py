@@ -313,7 +313,7 @@ def test_a_file_of_losses_that_is_torn_or_of_other_rows_is_none(tmp_path: Path) 
         passes = Passes(edit.model, True, False, 0, head_of(edit.model))
 
         def losses(rows: list[Row]) -> list[float]:
-            return base_losses.BaseLosses(tmp_path, edit, passes, rows, 0, Listen())()
+            return base_losses.BaseLosses(tmp_path, edit, passes, rows, 0, Listen(), "the base")()
 
         first = losses(rows)
         (tmp_path / base_losses.FILE).write_text('{"losses": [1')

@@ -115,7 +115,7 @@ class FullShards:
         self.units = units_of(model, tensors)
         self.root = _shared_out(model, self.units, mesh, self._sum, offload=offload)
         self._own: dict[str, nn.Parameter] = {}
-        self._ready = False
+        self._ready, self._opened = False, 0
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """The pieces; only once the model has its values."""
@@ -131,7 +131,7 @@ class FullShards:
     def within(self, call: Callable[[], T]) -> T:
         """What a pass gives."""
         found = self.root(call)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self._opened:
             self.root.reshard()  # no backward pass will do it
         return found
 
@@ -143,10 +143,13 @@ class FullShards:
             self.within(lambda: None)
             self._ready = True
         self.root.unshard()
+        self._opened += 1
         try:
             yield
         finally:
-            self.root.reshard()
+            self._opened -= 1
+            if not self._opened:
+                self.root.reshard()
 
     def begin(self) -> None:
         """Nothing to prepare."""

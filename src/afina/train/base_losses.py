@@ -15,19 +15,19 @@ import math
 import os
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from afina.adapters.fingerprint import base_fingerprint
 from afina.data.order import cut
 from afina.data.report import fingerprint
 from afina.errors import AfinaError, DataError, RunError, counted
 from afina.models import cache
 from afina.models.blocks import plainly
+from afina.parallel.runtime import Mesh, OneProcess
 from afina.train import durable, micro
 from afina.train.passes import Passes
 from afina.train.report import Reporter
@@ -49,7 +49,8 @@ class BaseLosses:
         rows: that train.
         step: that the run goes on after, 0 at its beginning.
         say: who is told.
-        writes: what was measured is kept; False for a process that leaves that to another.
+        base: fingerprint of the model as it was loaded.
+        mesh: the processes, which measure alike; one of them keeps what was found.
     """
 
     out: Path
@@ -58,7 +59,8 @@ class BaseLosses:
     rows: Sequence[Row]
     step: int
     say: Reporter
-    writes: bool = True
+    base: str
+    mesh: Mesh = field(default_factory=OneProcess)
 
     def __call__(self) -> list[float]:
         """Mean loss of each row over its trained tokens, in nats; 0 for a row that has none.
@@ -68,13 +70,14 @@ class BaseLosses:
             RunError: they cannot be written, or were lost and cannot be measured again.
         """
         kept = [self.out / FILE, *self._cached()]
-        found = next((v for v in map(self._read, kept) if v is not None), None)
-        if found is None:
-            found = self._measured()
+        found = self.mesh.told(
+            lambda: next((v for v in map(self._read, kept) if v is not None), None)
+        )
+        losses = self._measured() if found is None else found
         for path in kept:
-            if self.writes and not path.exists():
-                self._write(path, found)
-        return found
+            if self.mesh.writes and not path.exists():
+                self._write(path, losses)
+        return losses
 
     def _measured(self) -> list[float]:
         tokens = sum(len(row.tokens) for row in self.rows)
@@ -101,7 +104,7 @@ class BaseLosses:
     @property
     def _header(self) -> dict[str, str]:
         return {
-            "base": base_fingerprint(self.edit.model, self.edit),
+            "base": self.base,
             "rows": fingerprint(self.rows),
             "dtype": str(next(self.edit.model.parameters()).dtype),
         }

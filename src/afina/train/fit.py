@@ -15,6 +15,7 @@ from afina.errors import ConfigError, DataError, ModelError, RunError, Technique
 from afina.models.precision import DTYPES
 from afina.models.prompts import check_pair
 from afina.optim import optimisers
+from afina.parallel.beside import refuse_techniques
 from afina.parallel.plan import Plan
 from afina.seams import require_model
 from afina.train import ways
@@ -250,15 +251,16 @@ def _refuse_idle_options(settings: TrainSettings) -> None:
         )
 
 
-def refuse_several(plan: Plan, settings: TrainSettings) -> None:
+def refuse_several(plan: Plan, settings: TrainSettings, edit: Edit) -> None:
     """Raises for what a run in one process can do and one in several cannot.
 
     Args:
         plan: how processes share the run.
         settings: of the run.
+        edit: what trains.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: naming the setting, or the technique.
     """
     if plan.processes == 1:
         return
@@ -275,3 +277,10 @@ def refuse_several(plan: Plan, settings: TrainSettings) -> None:
             )
     if plan.zero:
         optimisers.refuse_pieces(settings.optimizer, f"parallel.zero={plan.zero}")
+    refuse_techniques(plan, [technique.key for technique in edit.techniques])
+    if plan.zero == 3 and settings.compile is True:
+        raise ConfigError(
+            "train.compile does not go with parallel.zero=3: blocks whose weights come and go are not compiled",
+            got="compile true",
+            cure="leave train.compile out, or set parallel.zero to 2",
+        )

@@ -126,7 +126,7 @@ class Job:
         self.place = place_of(self.edit, self.plan, self.seams)
         if self.place is not None:
             refuse_too_little_room(self.place, self.out)
-        refuse_several(mesh.plan, self.settings)
+        refuse_several(mesh.plan, self.settings, self.edit)
         # Rows are read by now: processes that wait for each other do not wait for that.
         mesh.begin()
         self.values = {
@@ -134,6 +134,7 @@ class Job:
             START: starting_weights(self.edit),
         }
         mesh.hold(self.model, self.edit.trainable())
+        self.edit.renew()
         # What the settings cannot make is refused before a run that is there is removed.
         self.optimiser = self._optimiser()
         spread = self.optimiser.spread(self.settings.lr)
@@ -308,7 +309,8 @@ class Job:
                         rows,
                         state.step,
                         say,
-                        self.options.mesh.writes,
+                        self.values[BASE],
+                        self.options.mesh,
                     ),
                 )
                 for line in of_rows(self.plan, passes, why):
@@ -365,7 +367,9 @@ class Job:
         weights, best = keeper.finish()
         if self.plan.chooser is not None:
             self.options.mesh.told(self._leave)
-        for line in self.edit.outcome():
+        with self.options.mesh.opened():
+            told = self.edit.outcome()
+        for line in told:
             say.say(line)
         if entering is not None:
             entering.store.remove()
@@ -394,7 +398,9 @@ class Job:
             rows = mesh.share(list(next(self.plan.windows())))
             return validate.mean_loss(self.model, cut(rows), passes, mesh)
 
-        for line in self.edit.opening(loss):
+        with self.options.mesh.opened():
+            told = self.edit.opening(loss)
+        for line in told:
             say.say(line)
 
     def _entering(
@@ -437,6 +443,7 @@ class Job:
             self.options.data_settings,
             pad_id=getattr(self.tokenizer, "pad_token_id", None) or 0,
             by_row=self._by_row(),
+            mesh=self.options.mesh,
         )
 
     def _base(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from afina.config import TrainSettings
+from afina.parallel.runtime import Mesh, OneProcess
 from afina.train.memory import free_bytes, peak_bytes, used_bytes
 from afina.train.passes import Passes
 from afina.types import Row
@@ -23,11 +24,15 @@ def is_found(settings: TrainSettings) -> bool:
 
 
 def find(
-    rows: Sequence[Row], step: Sequence[Row], run: Callable[[Sequence[Row]], None], passes: Passes
+    rows: Sequence[Row],
+    step: Sequence[Row],
+    run: Callable[[Sequence[Row]], None],
+    passes: Passes,
+    mesh: Mesh | None = None,
 ) -> tuple[int, str]:
     """The tokens of a micro-batch, found on a step with the longest of all rows added, and why; as `find_tokens`."""
     longest = max(rows, key=lambda row: len(row.tokens))
-    return find_tokens([longest, *step], run, passes)
+    return find_tokens([longest, *step], run, passes, mesh)
 
 
 def cutter(
@@ -45,6 +50,7 @@ def find_tokens(
     step_rows: Sequence[Row],
     run: Callable[[Sequence[Row]], None],
     passes: Passes,
+    mesh: Mesh | None = None,
 ) -> tuple[int, str]:
     """How many tokens one forward and backward pass may hold, found by trial passes.
 
@@ -52,14 +58,16 @@ def find_tokens(
         step_rows: rows of a typical step, the longest row of the data among them.
         run: a forward and backward pass over some rows; leaves no gradient behind.
         passes: how rows become tokens, and where they run.
+        mesh: the processes, which make the same passes; None for this one alone.
 
     Returns:
         The tokens of a micro-batch (at least the longest row), and why.
     """
     ordered = sorted(step_rows, key=lambda row: -len(row.tokens))
     longest = len(ordered[0].tokens)
-    device = passes.device
-    if device.type == "cuda":
+    device, mesh = passes.device, mesh or OneProcess()
+    # A pass that fails in one process is none that others can end, where they talk within it.
+    if device.type == "cuda" and mesh.plan.zero < 3:
         return _halve_until_fits(ordered, run, passes, longest)
     before, base, free = peak_bytes(device), used_bytes(device), free_bytes(device)
     if before is None or base is None or free is None:
@@ -67,7 +75,7 @@ def find_tokens(
     count, tokens, peak = 0, 0, before
     # The system tells the highest use since the start, which loading may have set: rows are added until a pass exceeds
     # it, and resetting it, which would hide the peak of loading from whoever measures this process, is not needed.
-    while peak <= before and count < len(ordered) and tokens < MOST_TOKENS:
+    while mesh.least(peak <= before and count < len(ordered) and tokens < MOST_TOKENS):
         count = min(len(ordered), max(1, 2 * count))
         tokens = passes.tokens(ordered[:count])
         run(ordered[:count])

@@ -82,7 +82,9 @@ class Tuning:
         if not micro.is_found(self.settings):
             tokens = None
         elif tokens is None:
-            tokens, why = micro.find(self.plan.rows, self.plan.usual(), self._pass, self.passes)
+            tokens, why = micro.find(
+                self.plan.rows, self.plan.usual(), self._pass, self.passes, self.mesh
+            )
             tokens = round(self.mesh.least(tokens))
             self.say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
         return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, self.passes)
@@ -110,6 +112,8 @@ class Tuning:
             warm: passes ran just now, so that the first is not slower than the others.
         """
         if self.passes.device.type != "cpu" or not self.blocks.compilable:
+            return False
+        if self.mesh.plan.zero == 3:  # whose weights come and go within a block's call
             return False
         if not warm:
             self._pass(parts[0])

@@ -112,7 +112,8 @@ def scorer(
         scores = {"loss": mean_loss(model, parts, passes, mesh)}
         if more is not None:
             # Generation knows nothing of packed rows and takes the model's own attention.
-            with plainly(model), own_attention(model, own) if own else nullcontext():
+            opened = nullcontext() if mesh is None else mesh.opened()
+            with opened, plainly(model), own_attention(model, own) if own else nullcontext():
                 scores.update(more(model, rows))
         return scores
 
