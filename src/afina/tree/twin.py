@@ -1,0 +1,64 @@
+"""A copy of a changed model without values: the same names, shapes and children, and every tensor on the meta device.
+
+Where processes share a model out none has it whole. What is done with whole tensors of what trains (an adapter's files,
+starting values) is done with those of the twin, which get values when they are needed; the base in it has none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afina.tree.edit import Edit
+
+
+def twin_of(edit: Edit) -> Edit:
+    """A copy of an edit and its model on the meta device. It costs no memory to speak of, and cannot be undone.
+
+    Args:
+        edit: whose tensors are whole; they may be on the meta device too.
+    """
+    # What is found in the table is not copied: each tensor has its own twin there, tied ones the same.
+    twins: dict[int, Any] = {}
+    for module in edit.model.modules():
+        for parameter in module.parameters(recurse=False):
+            twins[id(parameter)] = nn.Parameter(
+                _empty(parameter), requires_grad=parameter.requires_grad
+            )
+        for buffer in module.buffers(recurse=False):
+            twins[id(buffer)] = _empty(buffer)
+    twins |= {id(kept): _empty(kept) for kept in edit.snapshots.values()}
+    return copy.deepcopy(edit, twins)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+@torch.no_grad()
+def give(edit: Edit, values: Mapping[str, Tensor]) -> None:
+    """Gives tensors of a twin these values, in memory of its own.
+
+    Args:
+        edit: a twin.
+        values: by the names of `Edit.trainable` and `Edit.state`, those that are to have some.
+    """
+    trainable, state = edit.trainable(), edit.state()
+    utils: Any = torch.utils
+    for name, value in values.items():
+        if name in trainable:
+            target = trainable[name]
+            if target.is_meta:
+                made = torch.empty(target.shape, dtype=target.dtype, device=value.device)
+                # Whoever knows the tensor knows the one with the value.
+                utils.swap_tensors(target, nn.Parameter(made, requires_grad=target.requires_grad))
+            target.copy_(value)
+        elif state[name].is_meta:
+            module, _, own = name.rpartition(".")
+            setattr(edit.model.get_submodule(module), own, value.to(state[name].dtype, copy=True))
+        else:
+            state[name].copy_(value)
