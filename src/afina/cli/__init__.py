@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 VERBS: dict[str, tuple[str, str]] = {
     "check": ("afina.cli.check", "look at what would go wrong in a run, before it is made"),
@@ -44,6 +45,9 @@ PIPE_CLOSED = 141
 """What a shell shows of a program that SIGPIPE ended."""
 
 USAGE = 2
+
+WORDS: ContextVar[Sequence[str]] = ContextVar("WORDS")
+"""The command line that is being done, for a verb that starts it again in several processes."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -148,6 +152,7 @@ def _call(verb: str, words: Sequence[str]) -> int:
         text = module.command.__doc__ or VERBS[verb][1]
         app.command(name=verb, help=inspect.cleandoc(text) + examples)(module.command)
     shown = sys.stdout
+    WORDS.set((verb, *words))
     try:
         app([verb, *words], prog_name="afina")
     except SystemExit as end:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli import compiled
+from afina.cli.processes import Several, several
 from afina.cli.starting import head_for, is_finished, quantiser_of, scoring, sources_of, start_from
 
 EXAMPLES = (
@@ -18,6 +19,7 @@ EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-003 --set train.lr=1e-3 --set data.over_long=truncate",
     "afina train -c run.yaml -o runs/calls-004",
     "afina train smollm2-135m calls.jsonl -o runs/full-001 --technique full --lr 5e-5",
+    "afina train smollm2-135m calls.jsonl -o runs/calls-005 --nproc 2",
     "afina train --resume -o runs/calls-001",
     "afina train --resume --allow-changes --steps 400 -o runs/calls-001",
 )
@@ -87,6 +89,14 @@ def command(
         bool, Flag("--allow-changes", help="resume with other data or settings too")
     ] = False,
     overwrite: Annotated[bool, Flag("--overwrite", help="replace the run in the folder")] = False,
+    nproc: Annotated[
+        int | None, Flag("--nproc", min=1, help="processes on this machine that share the run")
+    ] = None,
+    hosts: Annotated[int, Flag("--hosts", min=1, help="machines that share the run")] = 1,
+    host_rank: Annotated[int, Flag("--host-rank", help="of this machine, from 0")] = 0,
+    master: Annotated[
+        str | None, Flag("--master", help="the first machine, as 10.0.0.1:29500")
+    ] = None,
     print_config: Annotated[
         bool, Flag("--print-config", help="show the resolved settings and stop")
     ] = False,
@@ -121,8 +131,22 @@ def command(
     changing = {"resume_from": resume_from, "allow_changes": allow_changes}
     start = {"source": init_from, "allow_partial": allow_partial}
     reads = {} if resume else sources_of(resolved.config, config, init_from)
-    with compiled.kept():
-        _run(resolved, out, hub, start=start, way=way, changing=changing, reads=reads)
+    processes = several(given)
+    with compiled.kept(), processes.reported():
+        resolved = _with_absolute_paths(resolved)
+        _refuse_early(resolved, out, hub, processes, way=way, reads=reads)
+        if processes.starts:
+            processes.launch(out, resolved.config.parallel.timeout_s)
+            return
+        _run(
+            resolved,
+            out,
+            hub,
+            processes.mesh(resolved.config),
+            start=start,
+            way=way,
+            changing=changing,
+        )
 
 
 def refuse_contradictions(given: Mapping[str, Any]) -> None:
@@ -199,39 +223,66 @@ def _refuse_techniques(resolved: Any) -> None:
                 )
 
 
+def _refuse_early(
+    resolved: Any,
+    out: Path,
+    hub: dict[str, Any],
+    processes: Several,
+    *,
+    way: dict[str, bool],
+    reads: Mapping[str, Any],
+) -> None:
+    """Raises for what can be known before a model is read: said once, however many processes there will be."""
+    from afina.models.hub import config_of
+    from afina.models.locate import resolve as located
+    from afina.parallel.refusals import facts_of, refuse
+    from afina.table import check
+    from afina.train import folder
+
+    settings = resolved.config
+    check(settings.techniques)
+    if processes.first:
+        folder.refuse_used(out, **way)
+        folder.refuse_inside(out, reads)
+        folder.refuse_busy(out)
+    plan = processes.plan(resolved, goes_on=way["resume"])
+    if plan.processes > 1:
+        place = located(settings.model, revision=settings.revision, **hub)
+        refuse(plan, facts_of(config_of(place), packed=quantiser_of(settings) is not None))
+
+
 def _run(
     resolved: Any,
     out: Path,
     hub: dict[str, Any],
+    mesh: Any,
     *,
     start: dict[str, Any],
     way: dict[str, bool],
     changing: dict[str, Any],
-    reads: Mapping[str, Any],
 ) -> None:
-    """Checks what can be checked cheaply, loads, applies, trains, and says what to do next."""
+    """Loads, applies, trains, and says what to do next; of several processes the first says it."""
     from afina import seams
     from afina.models.precision import choose
-    from afina.table import check
-    from afina.train import folder, result
+    from afina.train import result
     from afina.train.options import RunOptions
-    from afina.train.report import reporter
+    from afina.train.report import Silent, reporter
     from afina.train.run import train
 
-    resolved = _with_absolute_paths(resolved)
     settings = resolved.config
-    check(settings.techniques)
-    folder.refuse_used(out, **way)
-    folder.refuse_inside(out, reads)
-    folder.refuse_busy(out)
-    say = reporter()
-    say.say(f"{settings.model}: {choose(settings.train.device, settings.train.dtype)}")
-    model, tokenizer, edit, resolved = _started(resolved, hub, start)
+    several = mesh.plan.processes > 1
+    say = reporter() if mesh.writes else Silent()
+    device = str(mesh.device) if several else settings.train.device
+    say.say(f"{settings.model}: {choose(device, settings.train.dtype)}")
+    if several:
+        say.say(f"{mesh.plan.processes} processes: {mesh.plan}")
+    model, tokenizer, edit, resolved = _started(resolved, hub, start, device)
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
         reporter=say,
         config=resolved,
+        mesh=mesh,
         **scoring(settings, tokenizer),
         **way,
         **changing,
@@ -250,10 +301,11 @@ def _run(
     if run != before:  # of a run that was finished before, all is said
         for line in _told(run, classifies=seams.classifies(model) is not None):
             say.say(line)
+    mesh.end()
 
 
 def _started(
-    resolved: Any, hub: dict[str, Any], start: dict[str, Any]
+    resolved: Any, hub: dict[str, Any], start: dict[str, Any], device: str | None
 ) -> tuple[Any, Any, Any, Any]:
     """The model, its tokenizer, what was changed in it, and the configuration that says so."""
     from afina.models.hub import load
@@ -263,7 +315,7 @@ def _started(
     model, tokenizer = load(
         settings.model,
         dtype=settings.train.dtype,
-        device=settings.train.device,
+        device=device,
         quantize=quantiser_of(settings),
         revision=settings.revision,
         **head_for(settings),

@@ -25,7 +25,7 @@ from .strict import check_loaded
 from .task import Task, check_task, class_of, task_of
 from .tokenizer import check_vocabulary, repair_pad
 
-__all__ = ["Task", "load", "load_tokenizer", "quiet", "resolve", "skeleton", "task_of"]
+__all__ = ["Task", "config_of", "load", "load_tokenizer", "quiet", "resolve", "skeleton", "task_of"]
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def load(
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
     _warn_unverified(source, folder)
-    config = _config(folder)
+    config = config_of(folder)
     kind = task or task_of(config, len(labels) if labels else num_labels)
     num_labels = name_head(config, kind, labels, num_labels)
     started = time.perf_counter()
@@ -114,7 +114,12 @@ def _warn_coupled(source: str | Path, model: Any) -> None:
         )
 
 
-def _config(folder: Path) -> Any:
+def config_of(folder: Path) -> Any:
+    """The configuration of the model in `folder`.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
     from transformers import AutoConfig
 
     try:
@@ -148,7 +153,7 @@ def skeleton(
     Raises:
         ModelError: its configuration cannot be read, or says something that afina does not adapt.
     """
-    config = _config(folder)
+    config = config_of(folder)
     labels = check_names(labels, num_labels)
     count = len(labels) if labels else num_labels
     kind = task or task_of(config, count)

@@ -133,6 +133,27 @@ def plan_of(settings: ParallelSettings, processes: int) -> Plan:
     )
 
 
+def refuse_alone(settings: ParallelSettings) -> None:
+    """Raises for settings that would do nothing in a run of one process.
+
+    Raises:
+        ConfigError: naming how to start more.
+    """
+    default = ParallelSettings()
+    asked = [
+        f"parallel.{name}={value}"
+        for name, value in settings
+        if value != getattr(default, name) and name != "timeout_s"
+    ]
+    if asked:
+        many = max(2, settings.tensor * settings.pipeline)
+        raise ConfigError(
+            "this is for several processes, and would do nothing in one",
+            got=", ".join(asked),
+            cure=f"start more: --nproc {many}, or torchrun; or leave it out",
+        )
+
+
 def divisors(number: int) -> list[int]:
     """Of a number, in their order."""
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -6,8 +6,8 @@ Each process sees its own rows of every step; gradients are summed, so that a st
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from afina.parallel.held import Held, held
 from afina.parallel.plan import Plan, plan_of
 from afina.parallel.runtime import Micro, Named, dealt
 from afina.parallel.together import by_first
+from afina.parallel.watch import Watch, is_lost, met
 from afina.tree.pieces import piece_of
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Processes:
         settings: of the run.
         processes: how many there are; None asks the environment, as torchrun sets it.
         rank: of this one; None asks the environment.
+        device: cpu or cuda; None is the GPU of this process's number on its machine, where there are any.
 
     Attributes:
         plan: how they share the run.
@@ -60,7 +62,11 @@ class Processes:
     """
 
     def __init__(
-        self, settings: ParallelSettings, processes: int | None = None, rank: int | None = None
+        self,
+        settings: ParallelSettings,
+        processes: int | None = None,
+        rank: int | None = None,
+        device: str | None = None,
     ) -> None:
         many = processes if processes is not None else started()
         if many is None:
@@ -73,9 +79,10 @@ class Processes:
         self.rank = int(os.environ["RANK"]) if rank is None else rank
         self.timeout = timedelta(seconds=settings.timeout_s)
         local = int(os.environ.get("LOCAL_RANK", self.rank))
-        cuda = torch.cuda.is_available()
+        cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
         self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
         self._mesh: DeviceMesh | None = None
+        self._watch: Watch | None = None
         self._held: Held = Copies()
 
     @property
@@ -101,15 +108,30 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
-            dist.init_process_group(
+            self._watch = met(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                rank=self.rank,
-                world_size=self.plan.processes,
-                timeout=self.timeout,
+                self.rank,
+                self.plan.processes,
+                self.timeout,
             )
         self._mesh = init_device_mesh(self.device.type, self.plan.degrees, mesh_dim_names=NAMES)
         # The processes with different rows, as one group.
         self._mesh["replicate", "shard"]._flatten("data")
+
+    def at(self, step: int) -> None:
+        """Notes where this process is, for the others."""
+        if self._watch is not None:
+            self._watch.at(step)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is lost is told by the process that is missed, and the step; see `watch.Watch`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._watch is None or not is_lost(error):
+                raise
+            raise self._watch.lost(error) from error
 
     def group(self, name: str) -> dist.ProcessGroup:
         """The processes that differ from this one in one dimension of the mesh alone.
@@ -220,19 +242,15 @@ class Processes:
         """Parts from the others."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._mesh = None
+        self._mesh, self._watch = None, None
 
 
-def mesh_of(settings: ParallelSettings) -> Processes | None:
-    """The mesh of a process that was started among others; None for one that runs alone."""
-    many = started()
-    return None if many is None or many == 1 else Processes(settings, many)
+def mesh_of(settings: ParallelSettings, device: str | None = None) -> Processes | None:
+    """The mesh of a process that was started among others; None for one that runs alone.
 
-
-def refuse_alone(settings: ParallelSettings) -> None:
-    """Raises for settings that need several processes, in a run of one.
-
-    Raises:
-        ConfigError: naming how to start more.
+    Args:
+        settings: of the run.
+        device: the kind of device, as `train.device` says it.
     """
-    plan_of(settings, 1)
+    many = started()
+    return None if many is None or many == 1 else Processes(settings, many, device=device)

@@ -65,6 +65,14 @@ class Mesh(Protocol):
         """Meets the other processes; nothing else works before."""
         ...
 
+    def at(self, step: int) -> None:
+        """This process begins a step, counted from 1."""
+        ...
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Inside the block a process that is missed is told by name, with the step."""
+        ...
+
     def hold(self, model: nn.Module, tensors: Named) -> None:
         """From here on this process holds its own part of what trains; all have the same values by now."""
         ...
@@ -167,6 +175,13 @@ class OneProcess:
 
     def begin(self) -> None:
         """There is nobody to meet."""
+
+    def at(self, step: int) -> None:
+        """There is nobody to tell."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """There is nobody to miss."""
+        return nullcontext()
 
     def hold(self, model: nn.Module, tensors: Named) -> None:
         """Everything is held."""

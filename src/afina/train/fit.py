@@ -251,13 +251,13 @@ def _refuse_idle_options(settings: TrainSettings) -> None:
         )
 
 
-def refuse_several(plan: Plan, settings: TrainSettings, edit: Edit) -> None:
+def refuse_several(plan: Plan, settings: TrainSettings, keys: Sequence[str]) -> None:
     """Raises for what a run in one process can do and one in several cannot.
 
     Args:
         plan: how processes share the run.
         settings: of the run.
-        edit: what trains.
+        keys: of the techniques.
 
     Raises:
         ConfigError: naming the setting, or the technique.
@@ -277,7 +277,7 @@ def refuse_several(plan: Plan, settings: TrainSettings, edit: Edit) -> None:
             )
     if plan.zero:
         optimisers.refuse_pieces(settings.optimizer, f"parallel.zero={plan.zero}")
-    refuse_techniques(plan, [technique.key for technique in edit.techniques])
+    refuse_techniques(plan, keys)
     if plan.zero == 3 and settings.compile is True:
         raise ConfigError(
             "train.compile does not go with parallel.zero=3: blocks whose weights come and go are not compiled",

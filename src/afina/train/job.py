@@ -126,7 +126,7 @@ class Job:
         self.place = place_of(self.edit, self.plan, self.seams)
         if self.place is not None:
             refuse_too_little_room(self.place, self.out)
-        refuse_several(mesh.plan, self.settings, self.edit)
+        refuse_several(mesh.plan, self.settings, [one.key for one in self.edit.techniques])
         # Rows are read by now: processes that wait for each other do not wait for that.
         mesh.begin()
         self.values = {

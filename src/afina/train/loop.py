@@ -56,6 +56,7 @@ def loop(
     moves = start - skipped
     for step in range(start, work.total_steps):
         began = time.perf_counter()
+        work.mesh.at(step + 1)
         window = list(next(windows))
         rows = work.mesh.share(window)
         lr = _lr(work, step)

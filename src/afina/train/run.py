@@ -55,7 +55,8 @@ def train(
         folder.refuse_used(place, resume=options.goes_on, overwrite=options.overwrite)
     if not options.goes_on:
         folder.refuse_inside(place, sources_of(model, tokenizer, options, data, val))
-    return Job(model, tokenizer, edit, place, settings, options).run(data, val)
+    with options.mesh.watched():
+        return Job(model, tokenizer, edit, place, settings, options).run(data, val)
 
 
 def sources_of(
