@@ -10,7 +10,8 @@
 FOLDER holds `train.jsonl` and `test.jsonl`; without it the demo's generated requests are used.
 
 *Quality*: each method trains at two learning rates on equal rows in equal steps, seed 0, linear to 0 without warm-up;
-the rate with the better score on the test rows is shown. Once all are there, the best six run again with seed 1.
+the rate with the better score on the test rows is shown. Once all are there, the best six run again with seed 1. A new
+head learns at one rate beside every method, which is as much higher as it has to learn more.
 *Cost*: a few steps of each method take turns with LoRA's, each in a process of its own, on one thread: processor time
 of the median step and the most memory that the process held, both as ratios to LoRA's.
 

@@ -161,7 +161,7 @@ class Contest:
     def quality_job(self, name: str, lr: float, seed: int) -> dict[str, Any]:
         """What a training run is, wherever it is made."""
         return {
-            "techniques": METHODS[name].techniques,
+            "techniques": self.work.techniques(name, lr),
             "lr": lr,
             "seed": seed,
             "steps": self.work.steps,

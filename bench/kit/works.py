@@ -25,20 +25,23 @@ class Method:
 BASELINE = "lora"
 """The method that every other stands beside."""
 
+HEAD = "classifier"
+"""What the head is called in the models of this bench that have classes."""
+
 METHODS: dict[str, Method] = {
     BASELINE: Method([{"lora": {"rank": 16}}]),
     "full": Method([{"full": {}}], "full"),
     "dora": Method([{"dora": {"rank": 16}}]),
-    "bitfit": Method([{"bitfit": {}}], "small"),
+    "bitfit": Method([{"bitfit": {}}], "biases"),
     "ia3": Method([{"ia3": {}}], "small"),
     "prefix": Method([{"prefix": {"tokens": 20}}], "small"),
     "pfeiffer": Method([{"bottleneck": {"kind": "pfeiffer"}}]),
     "lora+": Method([{"lora": {"rank": 16, "loraplus_ratio": 16.0}}], "lora+"),
-    "pissa": Method([{"lora": {"rank": 16, "start": "pissa"}}]),
+    "pissa": Method([{"lora": {"rank": 16, "start": "pissa"}}], "of weights"),
     "nf4 + lora": Method([{"quantize": {}}, {"lora": {"rank": 16}}]),
     "lora, q and v": Method([{"lora": {"rank": 16, "target": ["attention"]}}]),
     "lora, rank 64, rslora": Method([{"lora": {"rank": 64, "alpha": 16.0, "rslora": True}}]),
-    "olora": Method([{"lora": {"rank": 16, "start": "olora"}}]),
+    "olora": Method([{"lora": {"rank": 16, "start": "olora"}}], "of weights"),
     "adalora": Method([{"adalora": {}}], "adalora"),
     "houlsby": Method([{"bottleneck": {"kind": "houlsby"}}]),
     "parallel": Method([{"bottleneck": {"kind": "parallel"}}]),
@@ -62,6 +65,7 @@ class Work:
         cost_steps: how many of those count.
         max_new_tokens: of an answer; None for classes.
         rates: two learning rates for each kind of method.
+        head_lr: rate of a new head beside every method; None where there is none.
     """
 
     kind: Literal["answers", "classes"]
@@ -74,6 +78,14 @@ class Work:
     cost_steps: int
     max_new_tokens: int | None
     rates: dict[str, tuple[float, float]]
+    head_lr: float | None = None
+
+    def techniques(self, name: str, lr: float) -> Listed:
+        """Those of a method, and what gives a new head its own rate: at the method's it would hardly move."""
+        if self.head_lr is None:
+            return METHODS[name].techniques
+        scales = {HEAD: self.head_lr / lr}
+        return [*METHODS[name].techniques, {"layer_decay": {"decay": 1.0, "scales": scales}}]
 
 
 WORKS: dict[str, Work] = {
@@ -89,15 +101,16 @@ WORKS: dict[str, Work] = {
         max_new_tokens=96,
         rates={
             "low rank": (5e-4, 1e-3),
+            "of weights": (1e-4, 5e-4),
             "lora+": (1e-4, 3e-4),
             "adalora": (1e-3, 3e-3),
             "small": (3e-3, 1e-2),
+            "biases": (3e-3, 1e-2),
             "prompt": (1e-2, 3e-2),
             "p_tuning": (1e-3, 3e-3),
             "full": (3e-5, 1e-4),
         },
     ),
-    # A new head has everything to learn, so that rates are higher than those of a model that can answer already.
     "minilm-l6-v2": Work(
         kind="classes",
         score="accuracy",
@@ -110,13 +123,16 @@ WORKS: dict[str, Work] = {
         max_new_tokens=None,
         rates={
             "low rank": (1e-3, 3e-3),
-            "lora+": (2e-4, 6e-4),
+            "of weights": (1e-4, 3e-4),
+            "lora+": (1e-4, 3e-4),
             "adalora": (3e-3, 1e-2),
-            "small": (1e-2, 3e-2),
-            "prompt": (1e-2, 3e-2),
+            "small": (3e-3, 1e-2),
+            "biases": (1e-3, 3e-3),
+            "prompt": (3e-3, 1e-2),
             "p_tuning": (3e-3, 1e-2),
             "full": (1e-4, 3e-4),
         },
+        head_lr=3e-2,
     ),
 }
 """By the model's name."""
