@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from afina import seams
 from afina.adapters.base_files import locate, reader
 from afina.adapters.fingerprint import Read, base_fingerprint, same_base
 from afina.adapters.fitting import KINDS, fit
@@ -43,7 +44,8 @@ class AtHand:
         folder: where it lies.
         skeleton: the model on the meta device.
         read: its values, by the model's names.
-        complete: the files hold each of the model's tensors as it is.
+        complete: the files hold each of the model's tensors as it is, but for the new ones.
+        new: tensors of a classifier's head that the files have not.
     """
 
     name: str
@@ -51,6 +53,7 @@ class AtHand:
     skeleton: Any
     read: Read
     complete: bool
+    new: frozenset[str] = frozenset()
 
     def fingerprint(self, without: Sequence[str] = ()) -> str | None:
         """The base's, some tensors left out; None where its files do not hold the model's tensors."""
@@ -84,19 +87,26 @@ class AtHand:
         return fitted.notes, fitted.tensors
 
 
-def open_model(name: str, folder: Path) -> AtHand:
+def open_model(name: str, folder: Path, head: Mapping[str, Any] | None = None) -> AtHand:
     """The model in a folder.
+
+    Args:
+        name: as users call it.
+        folder: where it lies.
+        head: that a classifier has and its files have not; see `card.head_of_base`.
 
     Raises:
         ModelError: its files are damaged, or no safetensors.
     """
-    shards, skeleton = read_shards(folder), hub.skeleton(folder)
+    shards, skeleton = read_shards(folder), hub.skeleton(folder, **(head or {}))
     skeleton.config._name_or_path = str(folder)  # for errors
     located = set(locate(skeleton, shards).values())
     ties = {one: group for group in tied_groups(skeleton) for one in group}
     names = [one for one, _ in skeleton.named_parameters()]
-    complete = all(located & {one, *ties.get(one, ())} for one in names)
-    return AtHand(name, folder, skeleton, reader(skeleton, shards), complete)
+    lost = {one for one in names if not located & {one, *ties.get(one, ())}}
+    anew = tuple(f"{module}." for module in seams.task_head(skeleton))
+    new = frozenset(one for one in lost if one.startswith(anew))
+    return AtHand(name, folder, skeleton, reader(skeleton, shards), lost == new, new)
 
 
 def base_at_hand(
@@ -119,10 +129,10 @@ def base_at_hand(
     """
     target = source.target
     if named is not None:
-        return open_model(str(named), resolve(named, token=token, offline=offline))
+        return open_model(str(named), resolve(named, token=token, offline=offline), source.head)
     try:
         folder = resolve(target.base, revision=target.revision, offline=True)
-        return open_model(target.base, folder)
+        return open_model(target.base, folder, source.head)
     except (ModelError, ConfigError) as error:
         return f"the base {target.base} is not at hand ({error.what})"
 
@@ -144,6 +154,12 @@ def refuse_other_bases(sources: Sequence[Source], *, named: bool) -> None:
                 got=f"{_said(first)}; {_said(other)}",
                 wanted="adapters of one base, quantised alike or not at all",
             )
+        if _classes(first) != _classes(other):
+            raise AdapterError(
+                "these adapters are of models with other heads",
+                got=f"{first.name}: {_head_said(first)}; {other.name}: {_head_said(other)}",
+                wanted="adapters of one base, and of one task with the same classes",
+            )
         one, two = first.record, other.record
         if one is not None and two is not None and set(one.trained) == set(two.trained):
             if same_base(one.fingerprint, two.fingerprint):
@@ -161,6 +177,21 @@ def refuse_other_bases(sources: Sequence[Source], *, named: bool) -> None:
             wanted="adapters of one base",
             cure=cure,
         )
+
+
+def _classes(source: Source) -> tuple[Any, ...] | None:
+    """What must be the same of two classifiers; None for what is none."""
+    head = source.head
+    return (head["task"], head.get("labels") or head.get("num_labels")) if head else None
+
+
+def _head_said(source: Source) -> str:
+    head = source.head
+    if not head:
+        return "no classes"
+    labels = head.get("labels")
+    told = f"the classes {', '.join(labels[:4])}" if labels else f"{head.get('num_labels')} classes"
+    return f"{head['task']}, {told}{', …' if labels and len(labels) > 4 else ''}"
 
 
 def _said(source: Source) -> str:

@@ -31,8 +31,8 @@ from afina.tree import Delta
 Pair = tuple[dict[str, Any], dict[str, Tensor]]
 """Configuration and tensors of one technique."""
 
-BESIDE = ("trainable_token_indices", "bias")
-"""The keys of a configuration that say what more there is."""
+BESIDE = {"trainable_token_indices": "trainable_tokens", "bias": "bitfit"}
+"""The keys of a configuration that say what more there is, and the technique that it is here."""
 
 WITH_BIASES = ("all", "lora_only")
 _BASES = (f"{INFIX}base_layer.", ".base_layer.")
@@ -42,9 +42,15 @@ _BASES = (f"{INFIX}base_layer.", ".base_layer.")
 
 def is_several(config: Config) -> bool:
     """Whether this is a LoRA that has more than a LoRA in its folder."""
-    return config.get("peft_type") == "LORA" and (
-        has_tokens(config) or config.get("bias") in WITH_BIASES
-    )
+    return bool(more_of(config))
+
+
+def more_of(config: Config) -> set[str]:
+    """The keys of a LoRA's configuration that say so."""
+    if config.get("peft_type") != "LORA":
+        return set()
+    tokens = {"trainable_token_indices"} if has_tokens(config) else set[str]()
+    return tokens | ({"bias"} if config.get("bias") in WITH_BIASES else set[str]())
 
 
 def taken_apart(model: nn.Module, config: Config, tensors: Mapping[str, Tensor]) -> list[Pair]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from afina import seams
 from afina.adapters.fingerprint import base_fingerprint
-from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json, read_tensors
+from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_json, read_tensors, recorded
 from afina.adapters.rounded import dtype_in
 from afina.errors import AdapterError
 from afina.models.classes import class_names
@@ -128,8 +128,8 @@ def head_of_base(folder: Path) -> dict[str, Any]:
     Raises:
         AdapterError: a file that cannot be read.
     """
-    if (folder / RECORD).is_file():
-        base: Any = read_json(folder / RECORD, "the adapter's record").get("base")
+    if (recorded(folder) / RECORD).is_file():
+        base: Any = read_json(recorded(folder) / RECORD, "the adapter's record").get("base")
         if isinstance(base, dict) and base.get("task") in TASKS.values() and base.get("labels"):
             return {"task": base["task"], "labels": tuple(map(str, base["labels"]))}
     of_peft = {"SEQ_CLS": "classification", "TOKEN_CLS": "token_classification"}
@@ -154,6 +154,7 @@ def read_record(folder: Path) -> Base | None:
     Raises:
         AdapterError: when the file cannot be read, or is of a later form.
     """
+    folder = recorded(folder)
     if not (folder / RECORD).is_file():
         return None
     found = read_json(folder / RECORD, "the adapter's record")

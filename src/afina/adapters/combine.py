@@ -192,6 +192,7 @@ def _whole(pairs: Pairs, how: How, hand: AtHand | str) -> dict[str, Tensor]:
         AdapterError: there are some, and no base to tell what is change in them.
     """
     names = sorted({name for source, _ in pairs for name in source.whole})
+    anew = {n for n in names if isinstance(hand, AtHand) and n in hand.new}
     if names and isinstance(hand, str):
         raise AdapterError(
             "whole modules are combined as changes of the base's, and that is not at hand",
@@ -203,6 +204,9 @@ def _whole(pairs: Pairs, how: How, hand: AtHand | str) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for name in names:
         assert isinstance(hand, AtHand)
+        if name in anew:
+            made[name] = _head(name, pairs, how)
+            continue
         own = hand.read(name).double()
         brought = [(s.whole[name], weight) for s, weight in pairs if name in s.whole]
         changes, weights = [t.double() - own for t, _ in brought], [w for _, w in brought]
@@ -213,6 +217,25 @@ def _whole(pairs: Pairs, how: How, hand: AtHand | str) -> dict[str, Tensor]:
             change = mixing.weighted_sum(changes, weights)
         made[name] = (own + change).to(stored_type([source for source, _ in pairs]))
     return made
+
+
+def _head(name: str, pairs: Pairs, how: How) -> Tensor:
+    """A tensor of a head that the base has not: W + Σ wᵢ (Wᵢ - W) without W, which weights that add up to 1 cancel.
+
+    Raises:
+        AdapterError: they do not.
+    """
+    brought = [(s.whole[name], weight) for s, weight in pairs if name in s.whole]
+    total = sum(weight for _, weight in brought)
+    if how.method in mixing.MIXES or not math.isclose(total, 1, rel_tol=1e-9):
+        raise AdapterError(
+            "the base has no such head, so that none of the adapters' is a change of it: they can only be averaged",
+            got=f"{name}: {how.method}, weights that add up to {total:g}",
+            wanted="cat, svd or linear, and weights that add up to 1, such as A:0.5 B:0.5",
+        )
+    mean = sum(t.double() * weight for t, weight in brought)
+    assert isinstance(mean, Tensor)
+    return mean.to(stored_type([source for source, _ in pairs]))
 
 
 def _tokenizers(sources: Sequence[Source]) -> list[str]:

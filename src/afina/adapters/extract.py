@@ -135,6 +135,7 @@ def extract(
         fingerprint=old.fingerprint(sorted(whole)),
         rounded=None,
         task=task_of(old.skeleton, sorted({name.rpartition(".")[0] for name in whole})),
+        head={},  # of the base's own files
         targets=tuple(target_modules(old.skeleton, list(products))),
         conv1d=any(site.kind == "conv1d" for site in sites),
         told=told,

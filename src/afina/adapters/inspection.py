@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from afina.adapters.beside_lora import BESIDE, is_several
+from afina.adapters.beside_lora import BESIDE, more_of
 from afina.adapters.card import read_record, read_settings
 from afina.adapters.fitting import KINDS
-from afina.adapters.kinds import refuse_settings
+from afina.adapters.kinds import kind_of, refuse_settings
 from afina.adapters.layout import CONFIG, PREFIX, RECORD, WEIGHTS, read_config, stacked
 from afina.adapters.oddities import broken, idle
 from afina.adapters.outputs import MADE_BY
@@ -152,13 +152,14 @@ def _inspect(folder: Path) -> Inspection:
             "parameters": sum(row.parameters for part in inner for row in part.every_row),
         }
         return Inspection(folder, " + ".join(p.method for p in inner), facts, (), (), inner)
-    kind = KINDS.get(str(config.get("peft_type")))
+    kind = kind_of(config, KINDS)
     tensors = _tensors(folder)
     if config.get("peft_type") == "ADALORA":  # PEFT keeps the places that have no direction left
         tensors = {key: t for key, t in tensors.items() if t.numel()}
     strange: list[str] = []
     # What PEFT keeps beside a LoRA is read as techniques of its own, so its settings say nothing strange.
-    plain = {k: v for k, v in config.items() if k not in BESIDE} if is_several(config) else config
+    had = more_of(config)
+    plain = {k: v for k, v in config.items() if k not in had}
     try:
         refuse_settings(plain, KINDS, folder / CONFIG)
     except AfinaError as error:
@@ -167,6 +168,7 @@ def _inspect(folder: Path) -> Inspection:
     rows = tuple(_row(name, group, config, folder, strange) for name, group in groups.items())
     strange += [*broken(tensors), *idle(config, groups)]
     method = str(config.get("peft_type")) if kind is None else kind.technique.key
+    method = " + ".join([method, *(BESIDE[key] for key in BESIDE if key in had)])
     facts = {
         **_facts(folder, config),
         "parameters": sum(row.parameters for row in rows),

@@ -146,14 +146,19 @@ class Places:
     seen: Mapping[str, str]
 
 
+def kind_of(config: Config, kinds: Mapping[str, Kind]) -> Kind | None:
+    """The kind of a configuration; None where its `peft_type` is of none."""
+    named = [kind for kind in kinds.values() if kind.peft_type == config.get("peft_type")]
+    return next((kind for kind in named if kind.variant(config)), None)
+
+
 def refuse_settings(config: Config, kinds: Mapping[str, Kind], where: object) -> Kind:
     """The kind of a configuration, which must hold nothing that this version does not know.
 
     Raises:
         AdapterError: naming every key that is missing, unknown, of a wrong type, or says a variant.
     """
-    named = [kind for kind in kinds.values() if kind.peft_type == config.get("peft_type")]
-    kind = next((kind for kind in named if kind.variant(config)), None)
+    kind = kind_of(config, kinds)
     if kind is None:
         raise AdapterError(
             f"cannot load {where}",

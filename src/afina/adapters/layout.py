@@ -133,6 +133,17 @@ def stacked(folder: Path, config: dict[str, Any]) -> dict[str, Path] | None:
     return {part: folder / part for part in plain}
 
 
+def recorded(folder: Path) -> Path:
+    """The folder whose `afina.json` is about an adapter: its own; or, for one part of several, that of them all."""
+    above = folder.resolve().parent
+    if (folder / RECORD).is_file() or not (above / CONFIG).is_file():
+        return folder
+    config = read_config(above)
+    parts = config.get("parts")
+    mine = isinstance(parts, list) and folder.resolve().name in parts
+    return above if config.get("peft_type") == STACK and mine else folder
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of an adapter folder, by the names they have in its file; those of several parts begin with `PART/`.
 

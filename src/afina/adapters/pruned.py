@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from afina.adapters.kinds import Allowed, Config, Found, Kind, Part
-from afina.adapters.layout import PREFIX, RECORD, read_json
+from afina.adapters.layout import PREFIX, RECORD, read_json, recorded
 from afina.errors import AdapterError
 from afina.techniques.encoder_blocks import EncoderBlock
 from afina.techniques.encoder_pruning import acts_at_inference, learning_blocks
@@ -34,6 +34,7 @@ def read_pruning(folder: Path, model: nn.Module) -> TokenPruning | None:
     Raises:
         AdapterError: the record cannot be read.
     """
+    folder = recorded(folder)
     if not (folder / RECORD).is_file():
         return None
     listed: Any = read_json(folder / RECORD, "the adapter's record").get("techniques")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from afina.adapters.at_hand import AtHand
 from afina.adapters.card import Record, card, contents_of, dumps
-from afina.adapters.layout import CARD, CONFIG, PREFIX, RECORD
+from afina.adapters.layout import CARD, CONFIG, PREFIX, RECORD, recorded
 from afina.adapters.outputs import copy_tokenizer, has_template, tokenizer_in
 from afina.adapters.peft_lora import patterns
 from afina.adapters.products import Product
@@ -41,6 +41,7 @@ class Result:
         fingerprint: of the base; None where nobody knows it.
         rounded: how the base was quantised; None where it was not.
         task: PEFT's name of the task.
+        head: of a classifier's base; see `card.head_of_base`.
         targets: a list of names that says exactly the places; None lists them all.
         conv1d: the base stores the weights of these places turned.
         told: how it was made, for the record.
@@ -55,6 +56,7 @@ class Result:
     fingerprint: str | None
     rounded: Rounded | None
     task: str | None
+    head: Mapping[str, Any]
     targets: tuple[str, ...] | None
     conv1d: bool
     told: Mapping[str, Any]
@@ -113,6 +115,8 @@ class Result:
             "fingerprint": self.fingerprint,
             "trained": sorted(self.whole),
         }
+        if self.head.get("labels"):
+            base |= {"task": self.head["task"], "labels": list(self.head["labels"])}
         techniques: list[Technique] = [lora]
         if self.rounded is not None:
             techniques.insert(0, self.rounded.technique)
@@ -196,10 +200,11 @@ def result_of(
         fingerprint=fingerprint,
         rounded=first.rounded,
         task=first.config.get("task_type"),
+        head=first.head,
         targets=targets_of(sources, products),
         conv1d=any(bool(source.config.get("fan_in_fan_out")) for source in sources),
         told=told,
-        tokenizer=next((t for s in sources if (t := tokenizer_in(s.folder))), None),
+        tokenizer=next((t for s in sources if (t := tokenizer_in(recorded(s.folder)))), None),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from afina.adapters.layout import RECORD, read_json
+from afina.adapters.layout import RECORD, read_json, recorded
 from afina.errors import AdapterError
 from afina.ops.packed import PackedWeight, dense
 from afina.techniques.quantize import COMPUTE, Quantize, found_in
@@ -84,6 +84,7 @@ def read_rounded(folder: Path) -> Rounded | None:
     Raises:
         AdapterError: the record cannot be read.
     """
+    folder = recorded(folder)
     if not (folder / RECORD).is_file():
         return None
     found = read_json(folder / RECORD, "the adapter's record")
@@ -113,7 +114,7 @@ def differences(model: nn.Module, folder: Path) -> tuple[str, ...]:
         model: the base.
         folder: of the adapter; nothing is known of one without a record.
     """
-    if not (folder / RECORD).is_file():
+    if not (recorded(folder) / RECORD).is_file():
         return ()
     rounded, here = read_rounded(folder), found_in(model)
     then = None if rounded is None else rounded.technique

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from afina.adapters.beside_lora import is_several
-from afina.adapters.card import Base, read_record
+from afina.adapters.card import Base, head_of_base, read_record
 from afina.adapters.fitting import KINDS
 from afina.adapters.kinds import Config, Kind, refuse_settings
 from afina.adapters.layout import CONFIG, read_config, read_tensors, stacked
@@ -32,6 +32,9 @@ from afina.techniques.dora import DoRA
 
 WANTED = "a run, a checkpoint or an adapter"
 
+ADDED = ("LORA", "ADALORA")
+"""Kinds that are sums of products."""
+
 MERGED = ("LORA", "IA3")
 """Kinds that are no sums of products, and of which afina merge makes a model with the tensors of its base."""
 
@@ -46,6 +49,7 @@ class Source:
         config: its `adapter_config.json`.
         record: of its base, where afina wrote it.
         rounded: how that base was quantised; None where it was not.
+        head: of a classifier's base; see `card.head_of_base`.
         products: the changes, by module, as the configuration calls these.
         whole: base tensors that it brings whole, by name.
     """
@@ -55,6 +59,7 @@ class Source:
     config: Config
     record: Base | None
     rounded: Rounded | None
+    head: Mapping[str, Any]
     products: Mapping[str, Product]
     whole: Mapping[str, Tensor]
 
@@ -113,7 +118,7 @@ def read_source(name: Any) -> Source:
         raise AdapterError(
             "this adapter is several techniques in one, and arithmetic is with one",
             got=f"{folder}: {', '.join(parts)}",
-            cure=f"name one of them: {' or '.join(map(str, parts.values()))}",
+            cure=_parts_for(parts),
         )
     if is_several(config):
         beside = "rows of tokens" if has_tokens(config) else "biases of the base"
@@ -132,8 +137,18 @@ def read_source(name: Any) -> Source:
     products = {n: product_of(n, parts, config, folder) for n, parts in places.items()}
     if not products:
         raise AdapterError("the adapter changes nothing by products", got=folder)
-    record, rounded = read_record(folder), read_rounded(folder)
-    return Source(str(name), target, config, record, rounded, products, _whole(found))
+    record, rounded, head = read_record(folder), read_rounded(folder), head_of_base(folder)
+    return Source(str(name), target, config, record, rounded, head, products, _whole(found))
+
+
+def _parts_for(parts: Mapping[str, Path]) -> str:
+    """Which parts of an adapter of several techniques can be named."""
+    added = [
+        str(place)
+        for place in parts.values()
+        if read_config(place).get("peft_type") in ADDED and not read_config(place).get("use_dora")
+    ]
+    return f"name the one that is a sum: {' or '.join(added)}" if added else INSTEAD
 
 
 def _whole(found: list[Entry]) -> dict[str, Tensor]:
@@ -143,7 +158,7 @@ def _whole(found: list[Entry]) -> dict[str, Tensor]:
 
 def _refuse_other(kind: Kind, config: Config, folder: Path) -> None:
     what = kind.technique.__name__
-    if kind.peft_type in ("LORA", "ADALORA") and kind.technique is not DoRA:
+    if kind.peft_type in ADDED and kind.technique is not DoRA:
         if not config.get("target_parameters"):
             return
         what = "LoRA on fused experts, a product for each expert,"
