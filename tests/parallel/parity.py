@@ -119,8 +119,14 @@ def work_of(case: Case, mesh: Mesh, edit: Edit) -> Work:
     )
 
 
-def run(case: Case, settings: ParallelSettings | None) -> Found:
-    """The window of `case` in this process: alone, or as one of those that its environment tells of."""
+def run(case: Case, settings: ParallelSettings | None, *, more: bool = False) -> Found:
+    """The window of `case` in this process: alone, or as one of those that its environment tells of.
+
+    Args:
+        case: what trains, and how.
+        settings: None for one process alone.
+        more: the processes stay together, for another case.
+    """
     mesh: Mesh = OneProcess() if settings is None else Processes(settings)
     edit = edited(case)
     work, steps = work_of(case, mesh, edit), windows(case)
@@ -138,7 +144,8 @@ def run(case: Case, settings: ParallelSettings | None) -> Found:
         for step in loop(work, iter(steps)):
             found.losses.append(step.loss)
         found.values = values(mesh, edit)
-    mesh.end()
+    if not more:
+        mesh.end()
     return found
 
 

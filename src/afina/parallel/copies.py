@@ -78,7 +78,7 @@ class Copies:
 
     def reduce(self, tensors: Named) -> None:
         """Sums gradients in place; a tensor that got none here takes part with zeros, if another process has one."""
-        if self.group is None or self.group.size() == 1:
+        if self.group is None or self.group.size() == 1 or not tensors:
             return
         names = list(tensors)
         there = torch.tensor([float(tensors[n].grad is not None) for n in names])
