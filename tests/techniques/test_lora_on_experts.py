@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import MixtralForCausalLM
 
 from afina.adapters import files
 from afina.adapters.merge import merge
+from afina.adapters.merge_pieces import Pieces
 from afina.errors import AdapterError, ModelError, TechniqueError
 from afina.table import apply
 from afina.techniques.dora import DoRA
@@ -200,33 +201,80 @@ def test_merged_it_is_the_sum_and_unmerged_the_base() -> None:
     assert torch.equal(battery.logits(model), changed)
 
 
-def test_on_the_disk_fused_files_are_merged_and_pieces_are_refused(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A mixture in a file that has its experts apart, as Transformers saves it, and in one that has them fused."""
+    folder = tmp_path_factory.mktemp("mixture")
     config = copy.deepcopy(battery.build("mixtral").config)
     config.vocab_size = 260  # that of the tokenizer, whose prompts the merge looks at
     torch.manual_seed(0)
     model = MixtralForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "pieces")
-    byte_tokenizer().save_pretrained(tmp_path / "pieces")
-    shutil.copytree(tmp_path / "pieces", tmp_path / "fused")
+    model.save_pretrained(folder / "pieces")
+    byte_tokenizer().save_pretrained(folder / "pieces")
+    shutil.copytree(folder / "pieces", folder / "fused")
     whole = {n: p.detach().clone() for n, p in model.named_parameters()}
-    save_file(whole, tmp_path / "fused" / "model.safetensors", {"format": "pt"})
+    save_file(whole, folder / "fused" / "model.safetensors", {"format": "pt"})
+    return folder, model
+
+
+@pytest.mark.parametrize("kind", ["fused", "pieces"])
+def test_on_the_disk_experts_are_merged_fused_or_in_pieces(
+    kind: str, bases: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder, model = bases
     edit = apply(model, [LoRA(rank=2, target=("q_proj", "experts"))])
-    randomised(edit)
-    wanted = battery.logits(model)
-    for kind in ("pieces", "fused"):
-        files.save(edit, tmp_path / f"on-{kind}", base=str(tmp_path / kind))
-    merge(tmp_path / "on-fused", out=tmp_path / "merged")
+    try:
+        randomised(edit)
+        wanted = battery.logits(model)
+        files.save(edit, tmp_path / "adapter", base=str(folder / kind))
+    finally:
+        edit.undo()
+    merged = merge(tmp_path / "adapter", out=tmp_path / "merged")
+    assert merged.verified
     again = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32)
     battery.close(battery.logits(again), wanted, 1e-5)
+    before, after = (
+        load_file(f / "model.safetensors") for f in (folder / kind, tmp_path / "merged")
+    )
+    assert list(before) == list(after)
+    changed = {n for n in before if not torch.equal(before[n], after[n])}
+    assert changed == {n for n in before if "experts" in n or "q_proj" in n}
+    assert set(merged.record["rounding"]) == changed
+
+
+def test_experts_that_were_trained_whole_are_taken_apart(
+    bases: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder, model = bases
+    edit = apply(model, [LoRA(rank=2, target=("q_proj",), modules_to_save=("experts",))])
+    try:
+        randomised(edit)
+        wanted = battery.logits(model)
+        files.save(edit, tmp_path / "adapter", base=str(folder / "pieces"))
+    finally:
+        edit.undo()
+    merge(tmp_path / "adapter", out=tmp_path / "merged")
+    again = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    battery.close(battery.logits(again), wanted, 1e-5)
+
+
+def test_pieces_that_are_not_all_there_are_refused(
+    bases: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = bases
+    edit = apply(model, [LoRA(rank=2, target=("experts",))])
+    files.save(edit, tmp_path / "adapter", base=str(folder / "pieces"))
+    edit.undo()
+    right = Pieces._apart
+
+    def fewer(self: Pieces, tensors: Any) -> dict[str, torch.Tensor]:
+        return dict(list(right(self, tensors).items())[1:])
+
+    monkeypatch.setattr(Pieces, "_apart", fewer)
     with pytest.raises(ModelError, match="in another form") as caught:
-        merge(tmp_path / "on-pieces", out=tmp_path / "other")
+        merge(tmp_path / "adapter", out=tmp_path / "other")
     assert "down_proj" in str(caught.value)
     assert "edit.merge()" in str(caught.value.cure)
-    edit.merge()
-    edit.keep()
-    model.save_pretrained(tmp_path / "kept")
-    again = type(model).from_pretrained(tmp_path / "kept", dtype=torch.float32)
-    battery.close(battery.logits(again), wanted, 1e-5)
 
 
 def test_a_pattern_chooses_projections_blocks_and_ranks() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from afina.adapters.base_files import Shards, locate
 from afina.adapters.merge_changes import Changes
 from afina.adapters.merge_head import NewHead
+from afina.adapters.merge_pieces import Pieces
 from afina.adapters.merge_shards import DTYPES, NAMES, Stored, Wanted
 from afina.errors import AdapterError, ModelError, TechniqueError
 from afina.tree import Delta
@@ -99,28 +100,33 @@ class _Planner:
         self.group = {name: names for names in tied_groups(skeleton) for name in names}
         self.parted = _parted(skeleton, self.group, changes.deltas)
         self.biases = _new_biases(skeleton, changes.deltas)
+        self.pieces = Pieces(skeleton, shards, changes)
+        self.in_pieces: set[str] = set()
 
-    def _refuse_unreachable(self, new: Collection[str]) -> None:
-        """Raises for a change of a tensor, other than a new one, that is not in the files as it is in the model."""
+    def _refuse_unreachable(self, new: Collection[str]) -> list[str]:
+        """Raises for a change of a tensor, other than a new one, that the files have neither whole nor in pieces."""
         wanted = [
             f"{name}.{own}"
             for name, deltas in self.changes.deltas.items()
             for own in {own: None for delta in deltas for own in delta.weights()}
         ]
         wanted += [name for name in self.changes.whole if name not in new]
-        wanted += self.base
-        lost = [n for n in wanted if not any(m in self.stored for m in self.group.get(n, [n]))]
+        whole = [n for n in wanted if n in self.stored or not self.pieces.reaches(n)]
+        whole += self.base
+        lost = [n for n in whole if not any(m in self.stored for m in self.group.get(n, [n]))]
         if lost:
             raise ModelError(
                 "the base's files keep tensors that the adapter changes in another form than the model has them",
                 got=", ".join(lost[:4]),
-                wanted="one tensor in the files for each of the model's",
+                wanted="one tensor in the files for each of the model's, or the pieces that Transformers makes of it",
                 cure="merge in memory: edit.merge(), edit.keep(), model.save_pretrained(folder)",
             )
+        return wanted
 
     def make(self, new: Collection[str]) -> Plan:
         """The plan; `new` tensors are those that the adapter brings and the base has no place for."""
-        self._refuse_unreachable(new)
+        wanted = self._refuse_unreachable(new)
+        self.in_pieces = self.pieces.changed(wanted)
         files = {
             file: [self._of_base(one) for one in stored] for file, stored in self.shards.items()
         }
@@ -158,6 +164,8 @@ class _Planner:
     def _of_base(self, stored: Stored) -> Wanted:
         """What stands in the place of one of the base's tensors."""
         name = self.names.get(stored.name)
+        if stored.name in self.in_pieces:
+            return self._piece(stored)
         changed = name in self.changes.whole or name in self.base
         if name is not None and (changed or self._deltas(name)):
             return self._changed(stored.name, name, stored)
@@ -167,6 +175,22 @@ class _Planner:
         return Wanted(
             stored.name, dtype, stored.shape, lambda: _cast(stored.read(), dtype, stored.name)
         )
+
+    def _piece(self, stored: Stored) -> Wanted:
+        """A piece of a changed tensor."""
+        dtype = self._dtype(stored)
+        stored.refuse_unknown()
+
+        def folded() -> Tensor:
+            trained = self.pieces.trained(stored.name)
+            if trained is not None:
+                return _cast(trained, dtype, stored.name)
+            made, self.rounding[stored.name] = self.pieces.folded(
+                stored.name, stored.read(), DTYPES[dtype]
+            )
+            return made
+
+        return Wanted(stored.name, dtype, stored.shape, folded)
 
     def _deltas(self, name: str) -> Sequence[Delta]:
         """The children that change the tensor of that name."""
