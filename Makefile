@@ -12,6 +12,8 @@ TESTS  := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 # Which tests `make test` runs; empty is all of them. `make test SELECT=slow` is what `make check` left out.
 SELECT ?=
 ARGS   ?=
+# Python keeps what it compiles, whatever the shell says: else every process of a test compiles torch and its kin anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format format-check lint floors types fast bench gpu docs soak clean
