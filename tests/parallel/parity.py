@@ -103,7 +103,7 @@ def work_of(case: Case, mesh: Mesh, edit: Edit) -> Work:
     mesh.hold(edit.model, edit.trainable())
     edit.renew()
     with mesh.opened():
-        head = head_of(edit.model)
+        head = mesh.at_end(lambda: head_of(edit.model))
     passes = Passes(edit.model, True, False, 257, head, mesh.within)
     return Work(
         edit.model,

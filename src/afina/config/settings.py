@@ -222,6 +222,11 @@ class ParallelSettings(Settings):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
         default="1f1b", description="in which order a pipeline runs its micro-batches"
     )
+    split: tuple[Count, ...] | None = Field(
+        default=None,
+        description="blocks of each stage of the pipeline, in order; null shares them out evenly, by the time that "
+        "they take. Process n runs stages n, n + pipeline and so on",
+    )
     offload: bool = Field(
         default=False, description="with zero=3 on a GPU: weights and optimiser stay in the CPU"
     )

@@ -7,11 +7,13 @@ depend on its neighbours. What keeps attention inside a row is `segments_BT`, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from afina.errors import DataError
-from afina.types import IGNORE, Batch, Row
+from afina.types import IGNORE, Batch, Row, Run
 
 
 def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
@@ -85,6 +87,40 @@ def collate(
         trained_tokens=sum(row.trained_tokens for row in rows),
         labels_B=torch.tensor(labels) if len(labels) == len(rows) else None,
     )
+
+
+def widen(batch: Batch, rows: int, tokens: int, pad_id: int) -> Batch:
+    """The batch with padding that changes no loss: so many lines, of so many tokens.
+
+    Nothing sees the padding of a line. A line that is added begins with a token that sees itself, for attention that
+    sees nothing is not a number; nothing of it is predicted.
+
+    Args:
+        batch: of `collate` or `collate_shared`.
+        rows: lines, no fewer than there are; 1 when packed.
+        tokens: of each line, no fewer than there are.
+        pad_id: what padding positions hold.
+    """
+    lines, width = batch.tokens_BT.shape
+    more, wide = rows - lines, tokens - width
+    if not more and not wide:
+        return batch
+    runs = batch.runs
+    if wide and runs:
+        runs = (*runs, Run(width, wide))
+    made = {
+        "tokens_BT": F.pad(batch.tokens_BT, (0, wide, 0, more), value=pad_id),
+        "targets_BT": F.pad(batch.targets_BT, (0, wide, 0, more), value=IGNORE),
+        "positions_BT": F.pad(batch.positions_BT, (0, wide, 0, more)),
+        "segments_BT": F.pad(batch.segments_BT, (0, wide, 0, more), value=-1),
+    }
+    if more:
+        made["tokens_BT"][lines:, 0] = batch.tokens_BT[0, 0]
+        made["segments_BT"][lines:, 0] = torch.arange(lines, rows, device=batch.tokens_BT.device)
+    labels_B = batch.labels_B
+    if labels_B is not None:
+        labels_B = F.pad(labels_B, (0, more), value=IGNORE)
+    return replace(batch, **made, labels_B=labels_B, runs=runs)
 
 
 def _line(

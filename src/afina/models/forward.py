@@ -115,7 +115,9 @@ def trained_losses(
     """
     if batch.labels_B is not None:
         logits_BC: Tensor = model(**_inputs(batch, step, seed)).logits
-        return token_losses(logits_BC, batch.labels_B)
+        # Lines of padding behind the rows have no class.
+        count = len(batch.rows)
+        return token_losses(logits_BC[:count], batch.labels_B[:count])
     if head is None:
         return token_losses(*trained_logits(model, batch, step=step, seed=seed))
     hidden_BTD = head.trunk(**_inputs(batch, step, seed)).last_hidden_state

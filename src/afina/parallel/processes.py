@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,11 +21,12 @@ from afina.config import ParallelSettings
 from afina.errors import RunError
 from afina.parallel.copies import Copies
 from afina.parallel.held import Held, held
+from afina.parallel.pipeline import Pipeline
 from afina.parallel.plan import Plan, plan_of
 from afina.parallel.runtime import Micro, Named, dealt
 from afina.parallel.together import by_first
 from afina.parallel.watch import Watch, is_lost, met
-from afina.tree.pieces import piece_of
+from afina.tree.pieces import mark, piece_of
 
 T = TypeVar("T")
 
@@ -84,6 +86,8 @@ class Processes:
         self._mesh: DeviceMesh | None = None
         self._watch: Watch | None = None
         self._held: Held = Copies()
+        self._split = settings.split
+        self._pipeline: Pipeline | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -143,11 +147,26 @@ class Processes:
 
     def hold(self, model: nn.Module, tensors: Named) -> None:
         """Takes this process's part of what trains, by the plan."""
+        if self.plan.pipeline > 1:
+            self._pipeline = Pipeline(self, model, tensors, self._split)
+        tensors = self._mine(tensors)
         self._held = held(self, model, tensors)
+        if self.plan.pipeline > 1 and self._held.whole and self.plan.data_rank(self.rank):
+            # Each pipeline holds a copy; the first one stands for it in sums over all processes.
+            for parameter in tensors.values():
+                mark(parameter, replace(piece_of(parameter), counted=False))
+
+    def _mine(self, tensors: Named) -> Named:
+        """Those that are of this process's part of the model."""
+        return tensors if self._pipeline is None else self._pipeline.mine(tensors)
+
+    def holds(self, name: str) -> bool:
+        """Whether this process has the values of a parameter of the model, some part of it at least."""
+        return self._pipeline is None or self._pipeline.holds(name)
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """What this process moves."""
-        return self._held.own(tensors)
+        return self._held.own(self._mine(tensors))
 
     def within(self, call: Callable[[], T]) -> T:
         """Where weights are shared out they are gathered as it goes on."""
@@ -160,23 +179,38 @@ class Processes:
     def through(
         self, micros: Sequence[Micro], tensors: Named, *, train: bool = True
     ) -> list[float | None]:
-        """One after the other; where gradients are shared out, they are after each round."""
+        """One after the other, or by a pipeline's schedule; gradients are shared out, if they are, after each round."""
         shares: list[float | None] = []
         if train:
             self._held.begin()
+        if self._pipeline is not None:
+            shares = self._pipeline.through(micros, train=train)
+            if train:
+                self._held.passed(self._mine(tensors))
+            return shares
         for micro in micros:
             shares.append(self._held.taken(micro))
             if train:
-                self._held.passed(tensors)
+                self._held.passed(self._mine(tensors))
         return shares
+
+    def alone(self, run: Callable[[], Tensor]) -> Tensor:
+        """By the stages that are here."""
+        return run() if self._pipeline is None else self._pipeline.alone(run)
+
+    def at_end(self, run: Callable[[], T]) -> T | None:
+        """By the last stage."""
+        return run() if self._pipeline is None else self._pipeline.at_end(run)
 
     def reduce(self, tensors: Named) -> None:
         """Sums gradients over the processes with different rows."""
-        self._held.reduce(tensors)
+        self._held.reduce(self._mine(tensors))
+        if self._pipeline is not None:
+            self._pipeline.add_shared(self.own(tensors))
 
     def publish(self, tensors: Named) -> None:
         """Gathers what each process moved."""
-        self._held.publish(tensors)
+        self._held.publish(self._mine(tensors))
 
     def norm(self, own: Named) -> Tensor:
         """Norm of the whole gradient: each piece counts once."""
@@ -195,7 +229,8 @@ class Processes:
 
     def rounds(self, micro_batches: int) -> int:
         """As many as the process with the most needs."""
-        if not self._held.in_rounds:
+        # A pipeline is one round, whatever is in it.
+        if not self._held.in_rounds or self._pipeline is not None:
             return micro_batches
         return -round(self.least(-micro_batches))
 

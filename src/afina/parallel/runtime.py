@@ -32,6 +32,10 @@ class Micro(Protocol):
         """Its tensors, with random numbers set; None when nothing in it counts."""
         ...
 
+    def widened(self, batch: Batch, rows: int, tokens: int) -> Batch:
+        """The batch with padding, to so many lines of so many tokens; its loss is the same."""
+        ...
+
     def loss(self, batch: Batch) -> Tensor:
         """Its share of the loss, by a forward pass of the model."""
         ...
@@ -102,6 +106,18 @@ class Mesh(Protocol):
         Returns:
             The share of the loss of each; None where nothing counts.
         """
+        ...
+
+    def alone(self, run: Callable[[], Tensor]) -> Tensor:
+        """A number to run backward from, by this process's own part of the model: a trial, which tells nobody.
+
+        Args:
+            run: a forward pass that comes to a loss.
+        """
+        ...
+
+    def at_end(self, run: Callable[[], T]) -> T | None:
+        """What `run` gives where the model's end is, what comes in drawn; None in processes without it."""
         ...
 
     def reduce(self, tensors: Named) -> None:
@@ -203,6 +219,14 @@ class OneProcess:
     ) -> list[float | None]:
         """One after the other, so that only one is ever in memory."""
         return [taken(micro) for micro in micros]
+
+    def alone(self, run: Callable[[], Tensor]) -> Tensor:
+        """The loss itself."""
+        return run()
+
+    def at_end(self, run: Callable[[], T]) -> T | None:
+        """What it gives."""
+        return run()
 
     def reduce(self, tensors: Named) -> None:
         """Nothing to add."""

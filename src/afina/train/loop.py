@@ -228,7 +228,7 @@ def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = N
     if mover is not None:
         _move_at_last(micros, mover)
     try:
-        work.mesh.through(micros, work.edit.trainable())
+        shares = work.mesh.through(micros, work.edit.trainable())
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -236,7 +236,8 @@ def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = N
         torn = mover is not None and mover.torn
         reached = [micro.rows for micro in micros if micro.begun]
         raise OutOfMemoryError(step + 1, reached[-1], torn=torn) from None
-    parts = [(micro.ids, micro.share) for micro in micros if micro.share is not None]
+    found = zip(micros, shares, strict=True)
+    parts = [(micro.ids, share) for micro, share in found if share is not None]
     loss = work.mesh.sum(sum(share for _, share in parts))
     return Gradient(loss, tokens, trained, parts, torn=mover is not None and mover.torn)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from afina import seams
-from afina.data.packing import collate, pack
+from afina.data.packing import collate, pack, widen
 from afina.data.prefix import collate_shared, pack_shared, unique_tokens
 from afina.data.settings import DataSettings
 from afina.models.forward import to_device, trained_losses
@@ -63,6 +63,10 @@ class Passes:
             made = collate(placed, self.packed, self.pad_id)
         tokens = sum(len(row.tokens) for row in rows)
         return to_device(replace(made, real_tokens=tokens), self.device)
+
+    def widened(self, batch: Batch, rows: int, tokens: int) -> Batch:
+        """The batch with padding, to so many lines of so many tokens; its losses are the same."""
+        return widen(batch, rows, tokens, self.pad_id)
 
     def _placed(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with the places that something puts in front of them; alone, each gets them in the model."""
@@ -165,7 +169,7 @@ def passes_of(
         own = speaker.config.get_text_config().pad_token_id
         pad_id = pad_id if own is None else own
     with mesh.opened():
-        head = head_of(model)
+        head = mesh.at_end(lambda: head_of(model))
     return Passes(model, settings.packing, shared, pad_id, head, mesh.within), reason
 
 

@@ -70,6 +70,10 @@ class Scored:
         self.trained = batch.trained_tokens
         return batch if batch.trained_tokens else None
 
+    def widened(self, batch: Batch, rows: int, tokens: int) -> Batch:
+        """The batch with padding, its loss the same."""
+        return self.passes.widened(batch, rows, tokens)
+
     def loss(self, batch: Batch) -> Tensor:
         """Sum of its token losses."""
         return self.passes.loss(batch)

@@ -53,6 +53,10 @@ class Micro:
         self.ids = batch.rows
         return batch if batch.trained_tokens else None
 
+    def widened(self, batch: Batch, rows: int, tokens: int) -> Batch:
+        """The batch with padding, its loss the same."""
+        return self.work.passes.widened(batch, rows, tokens)
+
     def loss(self, batch: Batch) -> Tensor:
         """Its share of the window's loss."""
         step, number = self.place

@@ -1,0 +1,389 @@
+"""Pipeline parallelism: processes share out the blocks of a model, and micro-batches go from one to the next.
+
+    process 0   embedding, blocks 0 … k   ->   process 1   blocks k+1 …   ->   …   ->   blocks, final norm, head, loss
+
+Every process of a pipeline has the same rows. What is sent forward are the states between two blocks, and backward
+their gradients; everything else (masks, positions, labels, seeds) each process makes itself, from the number of the
+micro-batch. torch's schedules say in which order (`torch.distributed.pipelining`); the last stage's result is the share
+of the loss itself, so gradients are sums, as in one process.
+
+With one micro-batch (`schedule: gpipe` and `train.micro_rows` as large as a step) this is plain model parallelism: the
+layers lie in several processes, of which one works at a time. That saves memory alone.
+
+Messages have one shape in a window: micro-batches are padded to the longest of them, and where a schedule needs more of
+them than there are, empty ones are added, which cost a message and no computing. Tensors around the stack that several
+processes hold (a tied embedding, a prefix) have their gradients summed over them before anything moves.
+
+Source: Huang et al. 2019, "GPipe", arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, "Zero
+Bubble Pipeline Parallelism", arXiv 2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from afina.errors import AfinaError, ConfigError, RunError
+from afina.parallel.bubbles import CHUNKS, made_schedule, micro_batches
+from afina.parallel.copies import Copies
+from afina.parallel.pipeline_balance import measured, stretches
+from afina.parallel.pipeline_cut import held_names, in_block, release, result_of, stack_of
+from afina.parallel.pipeline_stage import Blocks, Chunk, Left, Stage, hidden_of
+from afina.parallel.plan import Place, Schedule
+from afina.parallel.runtime import Micro, Named
+from afina.seams.calls import Call, instead
+from afina.tree.pieces import mark, piece_of
+from afina.types import Batch
+
+if TYPE_CHECKING:
+    from afina.parallel.processes import Processes
+
+T = TypeVar("T")
+
+
+class Border(NamedTuple):
+    """What one message holds.
+
+    Attributes:
+        shape: of the states (B, T, D).
+        dtype: of the states.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Running:
+    """What the stages work on just now.
+
+    Attributes:
+        micros: with their batches, all of one shape; behind them the empty ones.
+        border: between stages.
+    """
+
+    micros: Sequence[tuple[Micro, Batch]]
+    border: Border
+
+
+class Pipeline:
+    """One process's part of a pipeline.
+
+    Args:
+        mesh: the processes, which have met.
+        model: whole; from here on this process holds its own part of it.
+        tensors: that train, by name.
+        split: how many blocks each stage gets; None where they are shared out evenly.
+
+    Attributes:
+        chunks: the stretches of blocks of this process.
+        names: of the parameters that it holds, once for one that has several.
+
+    Raises:
+        ConfigError: there are not enough blocks, or the split is not one of them.
+        TechniqueError: this model's blocks cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        mesh: Processes,
+        model: nn.Module,
+        tensors: Named,
+        split: Sequence[int] | None = None,
+    ) -> None:
+        self.mesh, self.model = mesh, model
+        self.schedule: Schedule = mesh.plan.schedule
+        self.group = mesh.group("pipeline")
+        self.place = mesh.plan.place(mesh.rank).pipeline
+        self.stack, modules = stack_of(model)
+        self.blocks = Blocks(list(modules))
+        bounds = self._bounds(split)
+        self.stages = len(bounds)
+        every = [Chunk(n, self.stages, *bound) for n, bound in enumerate(bounds)]
+        self.chunks = every[self.place :: mesh.plan.pipeline]
+        self._flows = [self._trains_before(chunk, tensors) for chunk in every]
+        self.names = held_names(model, self.stack, self.blocks, self.chunks)
+        self._ids = self._identities(self.names)
+        self._own = [
+            self._identities(held_names(model, self.stack, self.blocks, [chunk]))
+            for chunk in self.chunks
+        ]
+        self._shared = self._meet(tensors)
+        release(model, self.names)
+        self._running: Running | None = None
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def _bounds(self, split: Sequence[int] | None) -> list[tuple[int, int]]:
+        """First block of each stage, and the one behind its last; the same in every process."""
+        count, processes = len(self.blocks.blocks), self.mesh.plan.pipeline
+        if split is None:
+            config: Any = self.model.config
+            begins = Chunk(0, 1, 0, count)
+            costs = measured(
+                self.blocks.blocks, config, lambda: result_of(self.model, self.blocks, begins)
+            )
+            # Each took its own times; the sum of them is one for all.
+            told = [sum(each) for each in zip(*self.mesh.gathered(costs), strict=True)]
+            return stretches(told, processes * CHUNKS[self.schedule])
+        if sum(split) != count or len(split) % processes:
+            raise ConfigError(
+                "parallel.split does not share out this model's blocks",
+                got=f"{', '.join(map(str, split))}: {sum(split)} blocks in {len(split)} stages",
+                wanted=f"{count} blocks in {processes} stages, or in a multiple of that",
+            )
+        ends = [sum(split[: stage + 1]) for stage in range(len(split))]
+        return [(end - size, end) for size, end in zip(split, ends, strict=True)]
+
+    def _trains_before(self, chunk: Chunk, tensors: Named) -> bool:
+        """Whether gradients flow into what enters a stage."""
+        numbers = [in_block(name, self.stack) for name in tensors]
+        return not chunk.begins and any(n is None or n < chunk.first for n in numbers)
+
+    def _identities(self, names: set[str]) -> set[int]:
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {id(parameter) for name, parameter in named if name in names}
+
+    def _meet(self, tensors: Named) -> list[tuple[set[str], dist.ProcessGroup]]:
+        """Which tensors that train are held by several processes of the pipeline, and the group of those.
+
+        The first process that holds one stands for it in sums over all.
+        """
+        mine = frozenset(self.mine(tensors))
+        told: list[tuple[int, frozenset[str]]] = self.mesh.gathered((self.place, mine))
+        holders: dict[str, set[int]] = {}
+        for place, names in told:
+            for name in names:
+                holders.setdefault(name, set()).add(place)
+        several = sorted({tuple(sorted(p)) for p in holders.values() if len(p) > 1})
+        found: list[tuple[set[str], dist.ProcessGroup]] = []
+        for places in several:
+            group = self._group_of(places)
+            if self.place not in places:
+                continue
+            names = {n for n, p in holders.items() if tuple(sorted(p)) == places}
+            found.append((names, group))
+            if self.place != places[0]:
+                for name in names:
+                    mark(tensors[name], replace(piece_of(tensors[name]), counted=False))
+        return found
+
+    def _group_of(self, places: Sequence[int]) -> dist.ProcessGroup:
+        """The processes at these places of this process's own pipeline; all processes make all groups alike."""
+        plan = self.mesh.plan
+        here = plan.place(self.mesh.rank)[1:]
+        lines = sorted({plan.place(rank)[1:] for rank in range(plan.processes)})
+        made = {
+            line: dist.new_group(
+                [plan.rank(Place(place, *line)) for place in places], timeout=self.mesh.timeout
+            )
+            for line in lines
+        }
+        return cast("dist.ProcessGroup", made[here])
+
+    def mine(self, tensors: Named) -> dict[str, nn.Parameter]:
+        """Those of the tensors that this process holds."""
+        return {name: p for name, p in tensors.items() if id(p) in self._ids}
+
+    def holds(self, name: str) -> bool:
+        """Whether the values of a parameter of the model are here."""
+        return id(self.model.get_parameter(name)) in self._ids
+
+    def add_shared(self, own: Named) -> None:
+        """Sums the gradients of what several stages hold, over those."""
+        for names, group in self._shared:
+            Copies(group).reduce({name: own[name] for name in own if name in names})
+
+    @property
+    def ends(self) -> bool:
+        """Whether the model ends in this process."""
+        return self.chunks[-1].ends
+
+    def through(self, micros: Sequence[Micro], *, train: bool) -> list[float | None]:
+        """Takes micro-batches through all stages; see `Mesh.through`.
+
+        Raises:
+            RunError: the processes do not have the same micro-batches.
+        """
+        begun = [(micro, micro.begin()) for micro in micros]
+        there = [(micro, batch) for micro, batch in begun if batch is not None]
+        if not there:
+            return [None] * len(micros)
+        rows, tokens = (max(b.tokens_BT.shape[dim] for _, b in there) for dim in (0, 1))
+        alike = [(micro, micro.widened(batch, rows, tokens)) for micro, batch in there]
+        self._running = Running(alike, self._border(alike[0]))
+        try:
+            told = iter(self._run(train))
+        finally:
+            self._running = None
+        return [None if batch is None else next(told) for _, batch in begun]
+
+    def _run(self, train: bool) -> list[float]:
+        """The share of the loss of each micro-batch, in every stage."""
+        running = self._now
+        count = micro_batches(self.schedule, self.mesh.plan.pipeline, len(running.micros))
+        self._refuse_other(count, running.border)
+        schedule = self._schedule(count, running.border, train)
+        numbers = torch.arange(count)
+        losses: list[Tensor] = []
+        given: dict[str, Any] = {"number": numbers, "losses": losses, "return_outputs": False}
+        if self.ends:
+            given["target"] = numbers
+        step = schedule.step if train else schedule.eval
+        try:
+            step(*([numbers] if self.place == 0 else []), **given)
+        except RuntimeError as error:
+            raise _cause(error) from None
+        told = torch.zeros(count, dtype=torch.float64, device=self.mesh.device)
+        if self.ends:
+            told += torch.stack([loss.detach().reshape(()) for loss in losses]).double()
+        dist.all_reduce(told, group=self.group)
+        shares: list[float] = told.tolist()  # pyright: ignore[reportUnknownMemberType]
+        return shares[: len(running.micros)]
+
+    @property
+    def _now(self) -> Running:
+        assert self._running is not None
+        return self._running
+
+    def _refuse_other(self, count: int, border: Border) -> None:
+        """Raises where a stage would wait for what no other sends; a message of another shape is not seen by itself."""
+        mine = torch.tensor([count, *border.shape], device=self.mesh.device)
+        least, most = mine.clone(), mine.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        if not torch.equal(least, most):
+            raise RunError(
+                "the processes of a pipeline have different micro-batches",
+                got=f"{mine.tolist()} here, {least.tolist()} to {most.tolist()} in all",  # pyright: ignore[reportUnknownMemberType]
+                wanted="the same rows in each of them",
+                cure="give every process the same data and settings",
+            )
+
+    def _border(self, first: tuple[Micro, Batch]) -> Border:
+        """What enters the first block, as it would between any two: asked of the model, whose pass ends there."""
+        micro, batch = first
+        block = self.blocks.blocks[0]
+
+        def stop(call: Call) -> Call:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                raise Left(hidden_of(args, kwargs))
+
+            return run
+
+        with torch.no_grad(), instead({block: stop}):
+            try:
+                micro.loss(batch)
+            except Left as left:
+                return Border(tuple(left.hidden_BTD.shape), left.hidden_BTD.dtype)
+        raise RunError("the model's pass did not come to its first block")
+
+    def _schedule(self, count: int, border: Border, train: bool) -> Any:
+        """torch's schedule for messages of this shape; the last of each kind is kept."""
+        key = (train, count, border)
+        if key not in self._made:
+            self._made = {k: v for k, v in self._made.items() if k[0] != train}
+            stages = [self._stage(number, border) for number in range(len(self.chunks))]
+            self._made[key] = made_schedule(self.schedule, stages, count)
+        return self._made[key]
+
+    def _stage(self, number: int, border: Border) -> Any:
+        """torch's stage of one of the stretches here."""
+        from torch.distributed.pipelining import PipelineStage
+
+        chunk = self.chunks[number]
+        enters, leaves = chunk.number, chunk.number + 1
+        between = [
+            torch.empty(border.shape, dtype=border.dtype, device="meta", requires_grad=flows)
+            for flows in (self._flows[enters], leaves < self.stages and self._flows[leaves])
+        ]
+        own = [p for p in self.model.parameters() if id(p) in self._own[number]]
+        return PipelineStage(
+            Stage(lambda n, received: self._pass(chunk, border, n, received), own),
+            chunk.number,
+            self.stages,
+            self.mesh.device,
+            input_args=torch.empty(1, dtype=torch.int64, device="meta")
+            if chunk.begins
+            else between[0],
+            output_args=torch.empty((), device="meta", requires_grad=True)
+            if chunk.ends
+            else between[1],
+            group=self.group,
+        )
+
+    def _pass(self, chunk: Chunk, border: Border, number: int, received: Tensor | None) -> Tensor:
+        """What a stretch makes of a micro-batch: states, or the share of the loss.
+
+        Raises:
+            RunError: what leaves has another shape than what the next stage waits for.
+        """
+        micros = self._now.micros
+        if number >= len(micros):
+            return self._of_nothing(chunk, border, received)
+        micro, batch = micros[number]
+        # As in one process where the model begins; each further stretch draws on its own.
+        torch.manual_seed(micro.seed + chunk.number)
+        with self.blocks.only(chunk, None if received is None else lambda given: received):
+            try:
+                return micro.loss(batch)
+            except Left as left:
+                hidden_BTD = left.hidden_BTD
+        if Border(tuple(hidden_BTD.shape), hidden_BTD.dtype) != border:
+            raise RunError(
+                "the states between two stages of the pipeline changed their shape",
+                got=f"{tuple(hidden_BTD.shape)}, {hidden_BTD.dtype}",
+                wanted=f"{border.shape}, {border.dtype}",
+            )
+        return hidden_BTD.contiguous()
+
+    def _of_nothing(self, chunk: Chunk, border: Border, received: Tensor | None) -> Tensor:
+        """What an empty micro-batch comes to: zeros, which hang on what came in."""
+        if received is None:
+            flows = self._flows[1] and torch.is_grad_enabled()
+            zeros = torch.zeros(border.shape, dtype=border.dtype, device=self.mesh.device)
+            return zeros.requires_grad_(flows)
+        return received.sum() * 0 if chunk.ends else received * 0
+
+    def alone(self, run: Callable[[], Tensor]) -> Tensor:
+        """Forward pass of this process's own stretches, with ones coming in: a number to run backward from.
+
+        Args:
+            run: a forward pass of the model that comes to a loss.
+        """
+        found: list[Tensor] = []
+        for chunk in self.chunks:
+
+            def entering(given: Tensor, flows: bool = self._flows[chunk.number]) -> Tensor:
+                return torch.ones_like(given).requires_grad_(flows and torch.is_grad_enabled())
+
+            with self.blocks.only(chunk, None if chunk.begins else entering):
+                try:
+                    found.append(run())
+                except Left as left:
+                    found.append(left.hidden_BTD.sum())
+        return torch.stack([one.double() for one in found]).sum()
+
+    def at_end(self, run: Callable[[], T]) -> T | None:
+        """What `run` gives where the model ends, with drawn states coming in; None in other processes."""
+        if not self.ends:
+            return None
+
+        def entering(given: Tensor) -> Tensor:
+            drawn = torch.Generator().manual_seed(0)
+            return torch.randn(given.shape, generator=drawn).to(given)
+
+        with self.blocks.only(self.chunks[-1], entering):
+            return run()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What torch's schedules wrap: the first error of a chain, where it is ours or a run's (memory ran out)."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return first if isinstance(first, AfinaError | RuntimeError) else error
