@@ -222,10 +222,12 @@ class Launcher:
         if cause.record is not None:
             error = cause.record.failure.error(cause.rank)
             if cause.lost and self.go_on is not None:
-                return RunError(error.what, got=error.got, wanted=error.wanted, cure=self.go_on)
+                cure = f"see what became of it, then go on with: {self.go_on}"
+                return RunError(error.what, got=error.got, wanted=error.wanted, cure=cure)
             return None if cause.record.trace else error
         step = meeting.step_of(cause.rank)
         when = "before its first step" if step is None else f"in step {step}"
+        going = [] if self.go_on is None else [f"go on with: {self.go_on}"]
         how, why = f"ended with status {cause.status}", None
         if cause.status < 0:
             how = f"was ended by {signal.Signals(-cause.status).name}"
@@ -233,7 +235,7 @@ class Launcher:
         return RunError(
             f"process {cause.rank} {how} {when}",
             got=self._last_words(cause.rank),
-            cure="; ".join(text for text in (self.go_on, why) if text) or None,
+            cure="; ".join([*([why] if why else []), *going]) or None,
         )
 
     def _last_words(self, rank: int) -> str | None:

@@ -20,7 +20,7 @@ class Failure:
     """An error as it travels: as text, for what another process raised may not exist here.
 
     Attributes:
-        kind: the class's name.
+        kind: the class's name; of an `AfinaError` that of the kind it is, in `errors`.
         what, got, wanted, cure: as `AfinaError` has them; of another error what alone.
     """
 
@@ -36,7 +36,8 @@ class Failure:
         if not isinstance(error, AfinaError):
             return cls(type(error).__name__, str(error))
         got, wanted = (None if x is None else str(x) for x in (error.got, error.wanted))
-        return cls(type(error).__name__, error.what, got, wanted, error.cure)
+        kind = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
+        return cls(kind.__name__, error.what, got, wanted, error.cure)
 
     def error(self, rank: int) -> AfinaError:
         """The same error here; what was no `AfinaError` is a run's, which says whose it was."""
