@@ -6,10 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import torch
 from torch import nn
 
+from afina.errors import ConfigError
 from afina.parallel.copies import Copies, Groups
 from afina.parallel.full_shard import FullShards
+from afina.parallel.plan import Plan
 from afina.parallel.runtime import Micro, Named
 from afina.parallel.zero import Shards
 
@@ -70,11 +73,29 @@ def held(mesh: Processes, model: nn.Module, tensors: Named) -> Held:
         mesh: the processes, which have met.
         model: with its values, the same in all of them.
         tensors: that train, by name.
+
+    Raises:
+        ConfigError: tensors, or a device, that the plan does not go with.
     """
     groups = Groups(*(mesh.group(name) for name in Groups._fields))
     plan = mesh.plan
     if not plan.zero or plan.shard == 1:
         return Copies(groups.data)
     if plan.zero == 3:
+        refuse_offload(plan, mesh.device)
         return FullShards(model, tensors, groups, mesh.mesh["shard"], offload=plan.offload)
     return Shards(tensors, groups, every_round=plan.zero > 1, early=plan.pipeline == 1)
+
+
+def refuse_offload(plan: Plan, device: torch.device) -> None:
+    """Raises where pieces are to lie in the CPU and are there anyway.
+
+    Raises:
+        ConfigError: saying so.
+    """
+    if plan.offload and device.type == "cpu":
+        raise ConfigError(
+            "parallel.offload keeps in the CPU what a GPU computes with, and there is no GPU here",
+            got="offload true, computing on the CPU",
+            cure="leave parallel.offload out",
+        )

@@ -139,6 +139,10 @@ class Shards(Copies):
         early: they are as soon as those of a message are there, so that never all of them are; where backward passes
             follow each other without a word (a pipeline), only afterwards.
         most_bytes: of a message, unless one tensor is more.
+
+    Attributes:
+        groups: see above.
+        buckets: the messages, in the order in which they go.
     """
 
     whole = False
@@ -154,7 +158,7 @@ class Shards(Copies):
     ) -> None:
         super().__init__(groups.data)
         self.in_rounds, self._early = every_round, every_round and early
-        self._groups, self._parts = groups, groups.shard.size()
+        self.groups, self._parts = groups, groups.shard.size()
         self._scalars = {n: p for n, p in tensors.items() if not p.dim()}
         self._rest = {n: p for n, p in tensors.items() if p.dim()}
         self._copies = Copies(groups.data)
@@ -173,12 +177,12 @@ class Shards(Copies):
     def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
         """This process's part, in the tensor's own memory."""
         if not parameter.dim():
-            first = self._groups.data.rank() == 0
+            first = self.groups.data.rank() == 0
             base = piece_of(parameter)
             piece = Piece(base.shape, base.box, base.counted and first, base.total)
             return mark(nn.Parameter(parameter.detach()), piece)
-        first, end = span(parameter.shape[0], self._parts, self._groups.shard.rank())
-        return mark(nn.Parameter(parameter.detach()[first:end]), shard_of(parameter, self._groups))
+        first, end = span(parameter.shape[0], self._parts, self.groups.shard.rank())
+        return mark(nn.Parameter(parameter.detach()[first:end]), shard_of(parameter, self.groups))
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """The pieces."""
@@ -239,7 +243,7 @@ class Shards(Copies):
                 share[at : at + part.numel()] = part.reshape(-1)
             parameter.grad = None
         share = bucket.like.new_empty(bucket.width)
-        reduce_scatter(share, message.view(-1), self._groups.shard)
+        reduce_scatter(share, message.view(-1), self.groups.shard)
         bucket.sent = True
         if bucket.sums is not None:
             bucket.sums += share
@@ -260,8 +264,8 @@ class Shards(Copies):
         for bucket in self.buckets:
             if left[bucket.slots[0].name]:
                 self._send(bucket)
-            if self._groups.replicate.size() > 1 and bucket.sums is not None:
-                dist.all_reduce(bucket.sums, group=self._groups.replicate)
+            if self.groups.replicate.size() > 1 and bucket.sums is not None:
+                dist.all_reduce(bucket.sums, group=self.groups.replicate)
         for name, many in there.items():
             if not many:
                 self._own[name].grad = None
@@ -281,7 +285,7 @@ class Shards(Copies):
             return {}, {}
         mine = [*(float(name in self._there) for name in names), *left.values()]
         flags = torch.tensor(mine, device=self.buckets[0].like.device)
-        dist.all_reduce(flags, group=self._groups.data)
+        dist.all_reduce(flags, group=self.groups.data)
         found = flags.tolist()
         return (
             dict(zip(names, found, strict=False)),
@@ -297,7 +301,7 @@ class Shards(Copies):
                 own = self._own[name]
                 share[at : at + own.numel()] = own.reshape(-1)
             message = bucket.like.new_empty(self._parts * bucket.width)
-            all_gather(message, share, self._groups.shard)
+            all_gather(message, share, self.groups.shard)
             for name, at in bucket.slots:
                 parts = self._rest[name].detach().chunk(self._parts)
                 for told, part in zip(message.view(self._parts, -1), parts, strict=False):
