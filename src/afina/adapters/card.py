@@ -49,12 +49,14 @@ class Record:
         settings: of the training.
         scores: on validation rows, by name.
         revision: of the base model, where it is one on the hub.
+        fingerprint: of the base model; None looks at the one that the adapter is on.
     """
 
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     revision: str | None = None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def record_of(edit: Edit, base: str, record: Record) -> dict[str, Any]:
     about: dict[str, Any] = {
         "name": base,
         "revision": record.revision,
-        "fingerprint": base_fingerprint(edit.model, edit),
+        "fingerprint": record.fingerprint or base_fingerprint(edit.model, edit),
         "trained": sorted(edit.in_place),
     }
     kind = seams.classifies(edit.model)

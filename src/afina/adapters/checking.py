@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from afina import seams
 from afina.adapters.layout import CONFIG
 from afina.adapters.placing import Placed
+from afina.errors import AdapterError
 
 Problem = tuple[str, str]
+
+SHOWN = 8
+"""Problems that an error lists; it counts the others."""
+
+_APART = re.compile(r"\.experts\.\d+\.\w+\.lora_")
+"""A LoRA's tensor at one expert."""
 
 NO_PLACE = "the model has no such place"
 LACKS = "the file lacks it"
@@ -142,3 +154,42 @@ def _resize(placed: Placed, name: str, tensor: Tensor) -> str:
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def misfit_error(
+    folder: Path,
+    config: Mapping[str, Any],
+    problems: list[Problem],
+    other_base: str | None,
+    total: int,
+    cure: str | None,
+) -> AdapterError:
+    """What is said of an adapter that does not fit.
+
+    Args:
+        folder: of the adapter.
+        config: its `adapter_config.json`.
+        problems: of its tensors.
+        other_base: how its base differs; None where it does not, or nothing is known.
+        total: tensors that it has.
+        cure: `{base}` in it stands for the base that the adapter names; None where it is applied all the same.
+    """
+    lines = [f"{name}: {why}" for name, why in problems]
+    hidden = len(lines) - SHOWN
+    lines = [*lines[:SHOWN], *([f"… and {hidden} more"] if hidden > 0 else [])]
+    if not problems:
+        lines = [f"other weights; all its tensors ({total}) have a place here"]
+    if cure is not None and any(_APART.search(name) for name, _ in problems):
+        cure = (
+            "its experts are apart, as Transformers 4 had them; PEFT fuses them: "
+            "PeftModel.from_pretrained(model, FOLDER).save_pretrained(OUT)"
+        )
+    what = f"the adapter in {folder} does not fit this model"
+    if other_base:
+        what = f"the adapter in {folder} was made for another base: {other_base}"
+    return AdapterError(
+        what,
+        got="\n          ".join(lines),
+        wanted=f"all of its tensors ({total}) in place, on the base that they were trained beside",
+        cure=None if cure is None else cure.format(base=config.get("base_model_name_or_path")),
+    )

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from afina.adapters.card import Record, card, dumps, record_of
+from afina.adapters.checking import SHOWN
 from afina.adapters.contents import (
     fill,
     name_in_model,
@@ -22,7 +23,7 @@ from afina.adapters.contents import (
     peft_config,
     peft_tensors,
 )
-from afina.adapters.fitting import SHOWN, Fitted, fit
+from afina.adapters.fitting import Fitted, fit
 from afina.adapters.layout import (
     CARD,
     CONFIG,

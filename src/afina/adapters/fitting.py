@@ -17,6 +17,7 @@ from afina.adapters.bitfit import BITFIT
 from afina.adapters.card import read_record
 from afina.adapters.checking import (
     Problem,
+    misfit_error,
     part_problems,
     take_copies,
     tie_problems,
@@ -59,9 +60,6 @@ IN_PART = (
     "load the base model {base!r}; --allow-partial (in Python allow_partial=True) applies what fits"
 )
 """What helps where an adapter is put onto a model in memory."""
-
-SHOWN = 8
-"""Problems that an error lists; it counts the others."""
 
 _log = logging.getLogger(__name__)
 
@@ -188,9 +186,9 @@ def _fit_bare(
     problems = list(found.problems)
     total = len(found.tensors)
     if problems or (other_base and cure is not None):
-        raise _error(folder, config, problems, other_base, total, cure)
+        raise misfit_error(folder, config, problems, other_base, total, cure)
     if other_base:
-        error = _error(folder, config, [], other_base, total, None)
+        error = misfit_error(folder, config, [], other_base, total, None)
         _log.warning("an adapter is applied, as asked: %s", error)
         known = (*known, f"other base: {other_base}")
     told = f"adapter {folder}: applied {total} of {counted(total, 'tensor')}"
@@ -210,7 +208,7 @@ def _fit(
     other_base, known = base
     left_out: list[str] = []
     if problems or other_base:
-        error = _error(folder, config, problems, other_base, total, cure)
+        error = misfit_error(folder, config, problems, other_base, total, cure)
         if cure is not None:
             raise error
         applied -= leave_out(placed, [name for name, _ in problems])
@@ -274,27 +272,3 @@ def _base(model: nn.Module, config: Mapping[str, Any], folder: Path, read: Read 
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     wanted = config.get("base_model_name_or_path")
     return f"wanted {wanted} ({record.fingerprint}), this is {name} ({here})", ()
-
-
-def _error(
-    folder: Path,
-    config: Mapping[str, Any],
-    problems: list[Problem],
-    other_base: str | None,
-    total: int,
-    cure: str | None,
-) -> AdapterError:
-    lines = [f"{name}: {why}" for name, why in problems]
-    hidden = len(lines) - SHOWN
-    lines = [*lines[:SHOWN], *([f"… and {hidden} more"] if hidden > 0 else [])]
-    if not problems:
-        lines = [f"other weights; all its tensors ({total}) have a place here"]
-    what = f"the adapter in {folder} does not fit this model"
-    if other_base:
-        what = f"the adapter in {folder} was made for another base: {other_base}"
-    return AdapterError(
-        what,
-        got="\n          ".join(lines),
-        wanted=f"all of its tensors ({total}) in place, on the base that they were trained beside",
-        cure=None if cure is None else cure.format(base=config.get("base_model_name_or_path")),
-    )

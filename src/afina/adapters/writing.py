@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from afina.adapters.fitting import SHOWN
+from afina.adapters.checking import SHOWN
 from afina.adapters.layout import (
     CARD,
     CONFIG,
