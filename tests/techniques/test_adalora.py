@@ -161,10 +161,11 @@ def test_of_equal_scores_just_as_many_go_as_shall() -> None:
 
 def test_orthogonality_is_the_mean_of_norms() -> None:
     near = torch.eye(3, 5, dtype=torch.float64)
-    assert orthogonality([near]) == 0
-    assert orthogonality([near, 2 * near]) == pytest.approx(3 * 3**0.5 / 2)
+    far = 2 * near
+    assert orthogonality([near @ near.t()]) == 0
+    assert orthogonality([near @ near.t(), far @ far.t()]) == pytest.approx(3 * 3**0.5 / 2)
     skew = torch.tensor([[1.0, 1.0], [0.0, 1.0]], requires_grad=True)
-    orthogonality([skew]).backward()
+    orthogonality([skew @ skew.t()]).backward()
     assert skew.grad is not None
     assert skew.grad.isfinite().all()
 

@@ -24,8 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+Within = tuple[int, int]
+"""Where an input that is a part begins in the whole one, and how wide that is."""
+
+
 def low_rank_add(
-    x: Tensor, y: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float, *, dropout: float = 0.0
+    x: Tensor,
+    y: Tensor,
+    a_RI: Tensor,
+    b_OR: Tensor,
+    scaling: float,
+    *,
+    dropout: float = 0.0,
+    within: Within | None = None,
 ) -> Tensor:
     """`y` + s · B (A drop(x)), in `y`'s own memory where `y` may be written.
 
@@ -36,31 +47,35 @@ def low_rank_add(
         b_OR: any dtype; computed in x's.
         scaling: s.
         dropout: share of the input that A does not see; 0 when not training.
+        within: `x` is a part of the input, and the mask that part of the whole's; None is all of it.
 
     Returns:
         (..., O).
     """
-    (h,) = project(x, [a_RI], dropout=dropout)
+    (h,) = project(x, [a_RI], dropout=dropout, within=within)
     return expand_add(h, y, b_OR, scaling)
 
 
-def project(x: Tensor, downs: Sequence[Tensor], *, dropout: float = 0.0) -> list[Tensor]:
+def project(
+    x: Tensor, downs: Sequence[Tensor], *, dropout: float = 0.0, within: Within | None = None
+) -> list[Tensor]:
     """drop(x) Aᵀ for maps that share their input, as one product.
 
     Args:
         x: (..., I).
         downs: each A, (r, I).
         dropout: as in `low_rank_add`; one mask for all.
+        within: as there.
 
     Returns:
         One (..., r) for each A.
     """
     if torch.compiler.is_compiling() or not _plain(x, *downs):
-        dropped = F.dropout(x, dropout) if dropout else x
+        dropped = _dropped(x, dropout, within) if dropout else x
         return [F.linear(dropped, a_RI.to(x.dtype)) for a_RI in downs]
     # The seed comes from torch's own generator, so that recomputation, which restores it, gets the same mask.
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    h = _call(_Project, x, dropout, seed, *downs)
+    h = _call(_Project, x, (dropout, seed, within), *downs)
     return [h] if len(downs) == 1 else _split(h, downs, -1)
 
 
@@ -99,11 +114,25 @@ def out_of_place() -> Generator[None, None, None]:
 _in_place = True
 
 
-def dropout_mask(shape: torch.Size, dropout: float, seed: int, x: Tensor) -> Tensor:
-    """What `x` is multiplied by: 0 with chance `dropout`, else 1 / (1 − dropout); a function of the seed."""
+def dropout_mask(x: Tensor, dropout: float, seed: int, within: Within | None = None) -> Tensor:
+    """What `x` is multiplied by: 0 with chance `dropout`, else 1 / (1 − dropout); a function of the seed.
+
+    Of a part of an input it is that part of the whole's, so that processes with the parts drop what one would.
+    """
+    first, whole = within or (0, x.shape[-1])
     generator = torch.Generator(device=x.device).manual_seed(seed)
-    kept = torch.empty(shape, dtype=x.dtype, device=x.device)
-    return kept.bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
+    kept = torch.empty((*x.shape[:-1], whole), dtype=x.dtype, device=x.device)
+    kept.bernoulli_(1 - dropout, generator=generator)
+    return kept[..., first : first + x.shape[-1]].div_(1 - dropout)
+
+
+def _dropped(x: Tensor, dropout: float, within: Within | None) -> Tensor:
+    """drop(x), drawn by torch itself."""
+    if within is None:
+        return F.dropout(x, dropout)
+    first, whole = within
+    kept = F.dropout(x.new_ones((*x.shape[:-1], whole)), dropout)
+    return x * kept[..., first : first + x.shape[-1]]
 
 
 def joined(downs: Sequence[Tensor]) -> Tensor:
@@ -141,10 +170,12 @@ def _flat(x: Tensor) -> Tensor:
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dropout: float, seed: int, *downs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, drawn: tuple[float, int, Within | None], *downs: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, *downs)
-        ctx.dropout, ctx.seed = dropout, seed
-        seen = x * dropout_mask(x.shape, dropout, seed, x) if dropout else x
+        ctx.drawn = drawn
+        seen = x * dropout_mask(x, *drawn) if drawn[0] else x
         h_NR = _flat(seen) @ joined(downs).to(x.dtype).t()
         return h_NR.view(*x.shape[:-1], h_NR.shape[-1])
 
@@ -152,18 +183,18 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *downs = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         dh_NR = _flat(grads[0])
-        mask = dropout_mask(x.shape, ctx.dropout, ctx.seed, x) if ctx.dropout else None
+        mask = dropout_mask(x, *ctx.drawn) if ctx.drawn[0] else None
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (dh_NR @ joined(downs).to(x.dtype)).view_as(x)
             dx = dx if mask is None else dx.mul_(mask)
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[2:]
         if not any(needed):
-            return dx, None, None, *(None for _ in downs)
+            return dx, None, *(None for _ in downs)
         seen = x if mask is None else x * mask
         parts = _split(dh_NR.t() @ _flat(seen), downs, 0)
         given = [d.to(a.dtype) if n else None for d, a, n in zip(parts, downs, needed, strict=True)]
-        return dx, None, None, *given
+        return dx, None, *given
 
 
 class _ExpandAdd(torch.autograd.Function):

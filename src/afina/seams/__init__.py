@@ -12,7 +12,7 @@
 
 from afina.seams.depth import Depths, Place
 from afina.seams.ends import HeadSite, head, input_embedding, task_head
-from afina.seams.kinds import MapKind, weight_of
+from afina.seams.kinds import ELSEWHERE, MapKind, bias_of, map_kind, weight_of
 from afina.seams.maps import QUERY_VALUE, MapSite, attention_modules, expert_modules, map_sites
 from afina.seams.stack import (
     MOST_BLOCKS,
@@ -27,6 +27,7 @@ from afina.seams.stack import (
 from afina.seams.whole import classifies, first_position, holders, require_model, supports_rows
 
 __all__ = [
+    "ELSEWHERE",
     "MOST_BLOCKS",
     "QUERY_VALUE",
     "Block",
@@ -37,6 +38,7 @@ __all__ = [
     "MapSite",
     "Place",
     "attention_modules",
+    "bias_of",
     "blocks",
     "chosen_layers",
     "classifies",
@@ -45,6 +47,7 @@ __all__ = [
     "head",
     "holders",
     "input_embedding",
+    "map_kind",
     "map_sites",
     "parse_layers",
     "require_model",

@@ -30,6 +30,15 @@ def features(module: nn.Module, kind: MapKind) -> tuple[int, int]:
     return (first, second) if kind in ("conv1d", "embedding") else (second, first)
 
 
+ELSEWHERE = "afina_bias_elsewhere"
+"""The attribute of a map whose bias another process adds: where several share the map out, each has a part of a sum."""
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """The bias that a map adds here; None where it has none, or where another process adds it."""
+    return None if getattr(module, ELSEWHERE, False) else getattr(module, "bias", None)
+
+
 def weight_of(module: nn.Module) -> Tensor:
     """The weight that a map computes with, as it is stored, without its gradient: what to read a base's values by.
 

@@ -33,6 +33,7 @@ from afina import seams
 from afina.errors import TechniqueError, counted
 from afina.ops.lowrank import low_rank_add
 from afina.techniques.adalora_budget import Allocation, Schedule, smooth
+from afina.techniques.lora import within_of
 from afina.techniques.maps import OnMaps, per_site
 from afina.tree import Delta, Edit, Seams, Side, seed_of
 
@@ -125,7 +126,7 @@ class AdaLoRA(OnMaps):
         allocation = Allocation(named, schedule, (self.beta1, self.beta2))
 
         def penalty(step: int) -> Tensor:
-            return self.orthogonality * orthogonality(m for d in deltas for m in (d.a, d.b.t()))
+            return self.orthogonality * orthogonality(gram for d in deltas for gram in d.grams())
 
         return Seams(
             penalty=(penalty,) if self.orthogonality else (),
@@ -197,12 +198,11 @@ def _refuse_unfit(sites: list[seams.MapSite], ranks: Mapping[str, int]) -> None:
 # --- mathematics -----------------------------------------------------------------------------------------------
 
 
-def orthogonality(matrices: Iterable[Tensor]) -> Tensor:
-    """Mean of ‖M Mᵀ − 1‖ over matrices M (r, width)."""
+def orthogonality(grams: Iterable[Tensor]) -> Tensor:
+    """Mean of ‖G − 1‖ over products G = M Mᵀ (r, r) of matrices M (r, width)."""
     norms: list[Tensor] = []
-    for m_RW in matrices:
-        gram_RR = m_RW @ m_RW.t()
-        apart_RR = gram_RR - torch.eye(len(gram_RR), dtype=m_RW.dtype, device=m_RW.device)
+    for gram_RR in grams:
+        apart_RR = gram_RR - torch.eye(len(gram_RR), dtype=gram_RR.dtype, device=gram_RR.device)
         norms.append(apart_RR.square().sum().sqrt())
     return torch.stack(norms).mean()
 
@@ -220,6 +220,7 @@ class AdaLoRADelta(Delta):
     follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out", "e": "none"}
     foldable: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
 
     def __init__(self, site: seams.MapSite, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -264,7 +265,21 @@ class AdaLoRADelta(Delta):
 
     def _added(self, x: Tensor, y: Tensor, scaling: float) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return low_rank_add(x, y, self.a * self.e, self.b, scaling, dropout=dropout)
+        within = within_of(self.share)
+        return low_rank_add(x, y, self.a * self.e, self.b, scaling, dropout=dropout, within=within)
+
+    def grams(self) -> list[Tensor]:
+        """Q Qᵀ and Pᵀ P (r, r), of the whole Q and P."""
+        return [self._gram(self.a, "in"), self._gram(self.b.t(), "out")]
+
+    def _gram(self, m_RW: Tensor, side: Side) -> Tensor:
+        """M Mᵀ of a matrix that this process may have a part of."""
+        share = self.share
+        if share is not None and share.of == side:
+            return share.total(m_RW @ m_RW.t())
+        # Where each process has all of it, the gradients of all are added up.
+        m_RW = m_RW if share is None else share.once(m_RW)
+        return m_RW @ m_RW.t()
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

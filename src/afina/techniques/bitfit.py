@@ -135,6 +135,8 @@ class BitFitDelta(Delta):
     follows: ClassVar[Mapping[str, Side]] = {"bias": "out"}
     foldable: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
+    constant: ClassVar[bool] = True
 
     def __init__(self, site: seams.MapSite) -> None:
         super().__init__()

@@ -245,6 +245,10 @@ class BottleneckDelta(Delta):
             change = change * self.scaling
         return F.dropout(change, self.dropout, self.training)
 
+    def listens(self) -> tuple[nn.Module, ...]:
+        """Where the sublayer begins."""
+        return self._reader
+
     def hooks(self, module: nn.Module, key: str) -> list[RemovableHandle]:
         """Acts on the first output of `module`; a parallel one reads where the sublayer begins."""
         made = [module.register_forward_hook(Adds(key), with_kwargs=True)]

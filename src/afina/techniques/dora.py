@@ -20,7 +20,7 @@ norm from products of rank r: peft PR #3387.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.errors import TechniqueError
 from afina.ops.lowrank import low_rank_add
-from afina.techniques.lora import LoRA, LoRADelta, low_rank_rows
+from afina.techniques.lora import LoRA, LoRADelta, low_rank_rows, within_of
 from afina.tree import Delta, Edit, Side
 
 ROWS = 1024
@@ -77,7 +77,13 @@ class DoRA(LoRA):
 
 @torch.no_grad()
 def row_norms(
-    weight: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float, *, turned: bool = False
+    weight: Tensor,
+    a_RI: Tensor,
+    b_OR: Tensor,
+    scaling: float,
+    *,
+    turned: bool = False,
+    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """‖W + s · B A‖ of each row, without the sum.
 
@@ -87,6 +93,7 @@ def row_norms(
         b_OR: B.
         scaling: s.
         turned: the weight is stored as (in, out).
+        total: sums squares (O,) over the parts of the rows, of which W and A are one; None where they are whole.
 
     Returns:
         (O,), in fp32, or fp64 where A is; no smaller than the root of the smallest normal number, to divide by.
@@ -101,7 +108,10 @@ def row_norms(
         part_OI = weight_OI[rows].to(wide)
         cross_O = ((part_OI @ a_RI.t()) * b_OR[rows]).sum(1) * (2 * scaling)
         found.append(part_OI.square().sum(1) + cross_O + low_O[rows])
-    return torch.cat(found).clamp_min(torch.finfo(wide).tiny).sqrt()
+    squares_O = torch.cat(found)
+    if total is not None:
+        squares_O = total(squares_O)
+    return squares_O.clamp_min(torch.finfo(wide).tiny).sqrt()
 
 
 def rescaled(z: Tensor, m_O: Tensor, norms_O: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -128,7 +138,7 @@ def rescaled(z: Tensor, m_O: Tensor, norms_O: Tensor, bias_O: Tensor | None) -> 
 class DoRADelta(LoRADelta):
     """A, B and the magnitudes m of one map, in fp32 whatever the base's dtype (fp64 beside an fp64 base)."""
 
-    follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out", "m": "out"}
+    follows: ClassVar[Mapping[str, Side]] = {**LoRADelta.follows, "m": "out"}
     additive: ClassVar[bool] = False
     alone: ClassVar[str] = "each sets the lengths of the base's own rows"
 
@@ -154,8 +164,9 @@ class DoRADelta(LoRADelta):
             rows = low_rank_rows(x, a_RI, b_OR, self.scaling * self.multiplier)
             return rescaled(y + rows.to(y.dtype), self.m, self.norms(base), None)
         dropout = self.dropout if self.training else 0.0
-        z = low_rank_add(x, y, a_RI, b_OR, self.scaling, dropout=dropout)
-        return rescaled(z, self.m, self.norms(base), getattr(base, "bias", None))
+        within = within_of(self.share)
+        z = low_rank_add(x, y, a_RI, b_OR, self.scaling, dropout=dropout, within=within)
+        return rescaled(z, self.m, self.norms(base), seams.bias_of(base))
 
     def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """A part of the way from the base's output to the changed one, as for any change that is no sum."""
@@ -181,8 +192,10 @@ class DoRADelta(LoRADelta):
         return norms
 
     def _norms(self, base: nn.Module) -> Tensor:
-        weight = seams.weight_of(base)
-        return row_norms(weight, *self.factors(), self.scaling, turned=self.transposed)
+        weight, share = seams.weight_of(base), self.share
+        # Where processes share the rows' numbers out, each has its part of the sum of squares.
+        total = share.total if share is not None and share.of == "in" else None
+        return row_norms(weight, *self.factors(), self.scaling, turned=self.transposed, total=total)
 
     @torch.no_grad()
     def measure(self, base: nn.Module) -> None:

@@ -140,6 +140,7 @@ class IA3Out(Delta):
 
     follows: ClassVar[Mapping[str, Side]] = {"l": "out"}
     foldable: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
 
     def __init__(self, site: seams.MapSite) -> None:
         super().__init__()
@@ -174,6 +175,7 @@ class IA3In(Delta):
 
     follows: ClassVar[Mapping[str, Side]] = {"l": "in"}
     foldable: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
     acts_on_input: ClassVar[bool] = True
 
     def __init__(self, site: seams.MapSite) -> None:

@@ -41,11 +41,12 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.errors import TechniqueError, counted
-from afina.ops.lowrank import low_rank_add
+from afina.ops.lowrank import Within, low_rank_add
 from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, ExpertSite, expert_sites
 from afina.techniques.lora_starts import Start, begin, refuse_start
 from afina.techniques.maps import OnMaps, per_site, refuse_large_ranks
 from afina.tree import Delta, Edit, Side, matches, seed_of
+from afina.tree.pieces import Share
 
 
 class LoRA(OnMaps):
@@ -224,15 +225,21 @@ def low_rank_rows(ids: Tensor, a_RV: Tensor, b_DR: Tensor, scaling: float) -> Te
     return F.linear(F.embedding(ids, a_RV.t()) * scaling, b_DR)
 
 
+def within_of(share: Share | None) -> Within | None:
+    """Where a map's input, which may be a part, begins in the whole one, and how wide that is; None for all of it."""
+    return None if share is None or share.of != "in" else (share.first, share.whole)
+
+
 # --- module ----------------------------------------------------------------------------------------------------
 
 
 class LoRADelta(Delta):
     """A and B of one map, in fp32 whatever the base's dtype (fp64 beside an fp64 base)."""
 
-    follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out"}
+    follows: ClassVar[Mapping[str, Side]] = {"a": "in", "b": "out", "a0": "in", "b0": "out"}
     foldable: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
 
     a0: Tensor | None
     b0: Tensor | None
@@ -317,7 +324,8 @@ class LoRADelta(Delta):
         if self.kind == "embedding":
             return y + low_rank_rows(x, a_RI, b_OR, scaling * self.multiplier).to(y.dtype)
         dropout = self.dropout if self.training else 0.0
-        return low_rank_add(x, y, a_RI, b_OR, scaling, dropout=dropout)
+        within = within_of(self.share)
+        return low_rank_add(x, y, a_RI, b_OR, scaling, dropout=dropout, within=within)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

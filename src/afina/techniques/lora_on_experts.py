@@ -26,8 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afina import seams
+from afina.errors import TechniqueError
 from afina.ops.lowrank import low_rank_add
 from afina.tree import Delta, Side, seed_of
+from afina.tree.pieces import Share
 
 IMPLEMENTATION = "afina_lora"
 """Under this name Transformers finds the function that puts the paths in."""
@@ -133,6 +135,10 @@ def in_groups(
     """The same with all rows sorted by expert, and each projection as one grouped product."""
     tokens, choices = index_NK.shape
     expert_S, order_S = index_NK.reshape(-1).sort()
+    if experts._is_expert_parallel:
+        # Those of experts that another process has lie behind all others.
+        mine = int((expert_S < experts.num_experts).sum())
+        expert_S, order_S = expert_S[:mine], order_S[:mine]
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int32, device=x_ND.device)
     counts_E.scatter_add_(0, expert_S, torch.ones_like(expert_S, dtype=torch.int32))
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
@@ -147,10 +153,9 @@ def in_groups(
 
     done_SD = _through(experts, x_ND[order_S // choices], product)
     done_SD = done_SD * weights_NK.reshape(-1)[order_S, None]
-    back_S = torch.empty_like(order_S).scatter_(
-        0, order_S, torch.arange(len(order_S), device=order_S.device)
-    )
-    return done_SD[back_S].view(tokens, choices, -1).sum(dim=1).to(x_ND.dtype)
+    back_SD = done_SD.new_zeros(tokens * choices, done_SD.shape[1])
+    back_SD = back_SD.index_copy(0, order_S, done_SD)
+    return back_SD.view(tokens, choices, -1).sum(dim=1).to(x_ND.dtype)
 
 
 def _through(experts: Any, rows: Tensor, product: Callable[[str, Tensor], Tensor]) -> Tensor:
@@ -210,12 +215,16 @@ class ExpertPath(Delta):
         )
 
     def downs(self) -> Tensor:
-        """A as (E, r, in)."""
-        return self.a.view(self.experts, self.rank, -1)
+        """A as (E, r, in), of the experts that are here."""
+        return self.a.view(self.experts, self.rank, -1)[self._here]
 
     def ups(self) -> Tensor:
-        """B as (E, out, r)."""
-        return self.b.view(-1, self.rank, self.experts).permute(2, 0, 1)
+        """B as (E, out, r), of the same."""
+        return self.b.view(-1, self.rank, self.experts).permute(2, 0, 1)[self._here]
+
+    @property
+    def _here(self) -> slice:
+        return slice(None) if self.share is None else slice(self.share.first, self.share.end)
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Not called: it acts by expert."""
@@ -264,6 +273,7 @@ class ExpertsDelta(Delta):
     follows: ClassVar[Mapping[str, Side]] = {}
     foldable: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
 
     def __init__(self, paths: Mapping[str, ExpertPath]) -> None:
         super().__init__()
@@ -275,6 +285,22 @@ class ExpertsDelta(Delta):
     def paths(self) -> dict[str, ExpertPath]:
         """The path beside each projection."""
         return {n: p for n, p in self.named_children() if isinstance(p, ExpertPath)}
+
+    def shared_out(self, share: Share) -> None:
+        """Every path is that of some experts; A and B, which lie by expert in B's columns, stay whole.
+
+        Raises:
+            TechniqueError: with dropout, which processes draw for the rows of their own experts.
+        """
+        if self.dropout:
+            raise TechniqueError(
+                "dropout beside experts that processes share out would be drawn by each for other rows",
+                got=f"dropout {self.dropout}",
+                cure="set lora.dropout to 0, or leave the experts out of lora.target",
+            )
+        super().shared_out(share)
+        for path in self.paths.values():
+            path.shared_out(share)
 
     def counts(self, strength: float) -> None:
         """All paths do."""

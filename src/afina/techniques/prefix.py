@@ -196,6 +196,7 @@ class PrefixDelta(FrontDelta):
     def __init__(self, settings: PrefixTuning, form: Form, embedding_VD: Tensor) -> None:
         super().__init__(settings.tokens)
         self.form = form
+        self.heads = form.heads
         self.width = embedding_VD.shape[1]
         dtype = torch.promote_types(embedding_VD.dtype, torch.float32)
         made: dict[str, Any] = {"dtype": dtype, "device": embedding_VD.device}
@@ -228,7 +229,11 @@ class PrefixDelta(FrontDelta):
         """Sends keys and values along to the attention."""
         given = named.get("inputs_embeds")
         given = named["input_ids"] if given is None else given
-        named[KEYWORD] = Prefix(unflat(self.made(), self.form), past + given.shape[1])
+        pairs = unflat(self.made(), self.form)
+        if self.share is not None:
+            mine = slice(self.share.first, self.share.end)
+            pairs = [(k[mine], v[mine]) for k, v in pairs]
+        named[KEYWORD] = Prefix(pairs, past + given.shape[1])
 
     def checked(self, named: dict[str, Any]) -> None:
         """Raises where a layer did not take what it was sent.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,32 @@ class Piece:
         """This part of a whole tensor, a view."""
         assert tuple(whole.shape) == self.shape, (tuple(whole.shape), self.shape)
         return whole[tuple(slice(first, end) for first, end in self.box)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a module's work that a process does, where several share each matrix.
+
+    Attributes:
+        of: what is cut: the numbers that enter a map (in) or leave it (out), heads of attention, or experts.
+        first, end: of the part.
+        whole: how many there are of them.
+        part, parts: which of the processes this is, and how many there are.
+        total: (tensor) -> its sum over the parts, which all of them ask for; backward gives each part the gradient of
+            the sum.
+    """
+
+    of: Literal["in", "out", "heads", "experts"]
+    first: int
+    end: int
+    whole: int
+    part: int
+    parts: int
+    total: Callable[[Tensor], Tensor] = field(default=_same, compare=False, repr=False)
+
+    def once(self, value: Tensor) -> Tensor:
+        """The value itself, whose gradients in all parts add up to that of one."""
+        return value.detach() + (value - value.detach()) / self.parts
 
 
 def whole_box(shape: Sequence[int]) -> Box:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from afina.errors import TechniqueError
 from afina.problems import Frozen
+from afina.tree.pieces import Share
 from afina.tree.timing import Seams
 
 if TYPE_CHECKING:
@@ -35,7 +36,11 @@ class Delta(nn.Module, ABC):
     children, and a child holds no reference to its base.
 
     Attributes:
-        follows: for each parameter, the side of the base it lies along; `parallel/` places it by that alone.
+        follows: for each parameter (and each buffer that lies as one), the side of the base it lies along; `parallel/`
+            places it by that alone.
+        in_parts: where processes share its map out, each can do a part: along what enters the map or along what leaves
+            it, and parts of the map's output are changed so that they still add up.
+        constant: what it adds does not depend on what enters, so that of parts that add up one alone adds it.
         foldable: the change can be folded into weight and bias of a map.
         only_in_training: it acts in training alone, so that there is nothing of it to fold, and no adapter has it;
             checkpoints do.
@@ -48,9 +53,13 @@ class Delta(nn.Module, ABC):
         strength: how many times its change counts (see `Edit.scale`).
         transposed: the base's weight is stored as (in, out), as that of a `Conv1D` or an embedding is.
         front: how many places it puts in front of every row; see `front_of`.
+        heads: of attention, on each of which it acts by itself; 0 for most.
+        share: the part that it does, where processes share its work out.
     """
 
     follows: ClassVar[Mapping[str, Side]] = {}
+    in_parts: ClassVar[bool] = False
+    constant: ClassVar[bool] = False
     foldable: ClassVar[bool] = False
     acts_on_input: ClassVar[bool] = False
     by_row: ClassVar[bool] = False
@@ -65,6 +74,8 @@ class Delta(nn.Module, ABC):
         self.only_in_training = False
         self.transposed = False
         self.front = 0
+        self.heads = 0
+        self.share: Share | None = None
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
@@ -76,8 +87,22 @@ class Delta(nn.Module, ABC):
 
     @property
     def acts(self) -> bool:
-        """Whether it changes anything just now."""
-        return self.enabled and self.strength != 0
+        """Whether it changes anything just now, in this process."""
+        return self.enabled and self.strength != 0 and not self._aside
+
+    @property
+    def _aside(self) -> bool:
+        """Whether another process adds what this would."""
+        share = self.share
+        return self.constant and share is not None and share.of == "in" and share.part > 0
+
+    def shared_out(self, share: Share) -> None:
+        """From now on it does this part of its work."""
+        self.share = share
+
+    def listens(self) -> Sequence[nn.Module]:
+        """The modules, beside the one it is a child of, that it has hooks on."""
+        return ()
 
     def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The output `y` and `strength` times the change of it."""
