@@ -130,6 +130,11 @@ LAYOUTS: list[tuple[str, Layout, list[Layout]]] = [
     ("lora", (4, {"zero": 2, "replicate": 2}), [(3, {"zero": 1})]),
     ("full", (2, {"zero": 2}), [ONE, (3, {"zero": 1})]),
     ("full", ONE, [(2, {"zero": 1})]),
+    ("lora", (3, {"zero": 3}), [ONE, (2, {"zero": 3}), (2, {"zero": 1})]),
+    ("lora", ONE, [(2, {"zero": 3})]),
+    ("lora", (2, {"zero": 2}), [(3, {"zero": 3})]),
+    ("full", (2, {"zero": 3}), [ONE, (3, {"zero": 3})]),
+    ("full", ONE, [(2, {"zero": 3})]),
 ]
 
 

@@ -17,9 +17,9 @@ from afina.config import TrainSettings
 from afina.errors import RunError
 from afina.table import apply
 from afina.techniques.lora import LoRA
-from afina.train import checkpoint, durable, folder, manifest, randomness, state
-from afina.train.checkpoint import Contents
+from afina.train import checkpoint, durable, folder, manifest, randomness, saving, state
 from afina.train.plan import optimiser_of
+from afina.train.saving import Contents
 from afina.train.state import State
 from afina.tree import Seams
 from tests.tiny import tiny_llama
@@ -33,7 +33,7 @@ def contents() -> Contents:
 
 
 def saved(run_folder: Path, contents: Contents, *steps: int) -> list[Path]:
-    return [checkpoint.save(run_folder, contents, State(step=step), {}) for step in steps]
+    return [saving.save(run_folder, contents, State(step=step), {}) for step in steps]
 
 
 def test_every_file_is_forced_to_the_disk_before_its_name_is_given(

@@ -18,9 +18,9 @@ from afina.errors import RunError
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
-from afina.train import checkpoint, space
-from afina.train.checkpoint import Contents
+from afina.train import checkpoint, saving, space
 from afina.train.plan import optimiser_of
+from afina.train.saving import Contents
 from afina.train.state import State
 from afina.tree import Seams
 from tests.tiny import byte_tokenizer, tiny_llama
@@ -46,7 +46,7 @@ def test_the_estimate_is_near_the_real_size(
     tokenizer = byte_tokenizer()
     estimated = space.checkpoint_bytes(edit, optimizer, tokenizer)
     contents = Contents(edit, optimiser, "tiny", tokenizer, Record())
-    saved = checkpoint.save(tmp_path, contents, State(step=1), {})
+    saved = saving.save(tmp_path, contents, State(step=1), {})
     real = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     assert abs(real - estimated) < 0.05 * real + 40_000
 

@@ -64,12 +64,12 @@ class Plan:
     @property
     def shares_weights(self) -> bool:
         """Whether no process holds the whole model."""
-        return self.zero == 3 or self.tensor > 1 or self.pipeline > 1
+        return (self.zero == 3 and self.shard > 1) or self.tensor > 1 or self.pipeline > 1
 
     @property
     def shares_state(self) -> bool:
         """Whether no process holds the optimiser's whole state."""
-        return self.zero > 0 or self.shares_weights
+        return (self.zero > 0 and self.shard > 1) or self.shares_weights
 
     def place(self, rank: int) -> Place:
         """Where process `rank` stands."""

@@ -21,12 +21,14 @@ from afina.config import ParallelSettings
 from afina.errors import RunError
 from afina.parallel.copies import Copies
 from afina.parallel.held import Held, held
+from afina.parallel.parts import parts_of, placed
 from afina.parallel.pipeline import Pipeline
 from afina.parallel.plan import Plan, plan_of
 from afina.parallel.runtime import Micro, Named, dealt
+from afina.parallel.store import Share
 from afina.parallel.together import by_first
 from afina.parallel.watch import Watch, is_lost, met
-from afina.tree.pieces import mark, piece_of
+from afina.tree.pieces import Piece, mark, piece_of
 
 T = TypeVar("T")
 
@@ -86,6 +88,7 @@ class Processes:
         self._mesh: DeviceMesh | None = None
         self._watch: Watch | None = None
         self._held: Held = Copies()
+        self._places: dict[str, Piece] = {}
         self._split = settings.split
         self._pipeline: Pipeline | None = None
 
@@ -150,6 +153,7 @@ class Processes:
         if self.plan.pipeline > 1:
             self._pipeline = Pipeline(self, model, tensors, self._split)
         tensors = self._mine(tensors)
+        self._places = placed(model, self.holds)
         self._held = held(self, model, tensors)
         if self.plan.pipeline > 1 and self._held.whole and self.plan.data_rank(self.rank):
             # Each pipeline holds a copy; the first one stands for it in sums over all processes.
@@ -167,6 +171,10 @@ class Processes:
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """What this process moves."""
         return self._held.own(self._mine(tensors))
+
+    def parts(self, model: nn.Module) -> dict[str, Share]:
+        """What is here of each of the model's parameters, by name."""
+        return parts_of(model, self._places)
 
     def within(self, call: Callable[[], T]) -> T:
         """Where weights are shared out they are gathered as it goes on."""

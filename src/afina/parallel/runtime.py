@@ -12,7 +12,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from afina.parallel.parts import parts_of, placed
 from afina.parallel.plan import Plan
+from afina.parallel.store import Share
 from afina.types import Batch
 
 T = TypeVar("T")
@@ -83,6 +85,10 @@ class Mesh(Protocol):
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """What this process moves: the tensors themselves, or its pieces of them under the same names."""
+        ...
+
+    def parts(self, model: nn.Module) -> dict[str, Share]:
+        """What this process has of each of the model's parameters, by name."""
         ...
 
     def within(self, call: Callable[[], T]) -> T:
@@ -205,6 +211,10 @@ class OneProcess:
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """All of it."""
         return dict(tensors)
+
+    def parts(self, model: nn.Module) -> dict[str, Share]:
+        """All of them."""
+        return parts_of(model, placed(model, lambda name: True))
 
     def within(self, call: Callable[[], T]) -> T:
         """What it gives."""

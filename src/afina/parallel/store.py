@@ -43,7 +43,7 @@ SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Held:
+class Share:
     """A tensor of this process, and which part of the whole one it is."""
 
     tensor: Tensor
@@ -55,7 +55,7 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"part-{rank:05d}.safetensors"
 
 
-def write(file: Path, held: Mapping[str, Held]) -> None:
+def write(file: Path, held: Mapping[str, Share]) -> None:
     """Writes what this process holds; pieces without an element are left out, and no file is made for none.
 
     Raises:
@@ -185,6 +185,10 @@ class Stored:
                 wanted="every process's file, as it was written",
             )
         return found
+
+    def is_whole(self, name: str) -> bool:
+        """Whether one file has all of a tensor."""
+        return self._lying[name][0].box == whole_box(self.shapes[name])
 
     def _cut(self, lying: Lying, name: str, box: Box) -> Tensor:
         """A part of a piece; `box` is in the whole."""

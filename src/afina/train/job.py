@@ -35,7 +35,6 @@ from afina.train import (
     validate,
 )
 from afina.train.base_losses import BaseLosses
-from afina.train.checkpoint import Contents
 from afina.train.classes import PADDED, options_for
 from afina.train.entering import Entering
 from afina.train.fit import refuse_idle_settings, refuse_rows, refuse_several
@@ -48,9 +47,11 @@ from afina.train.passes import Passes, passes_of, unshared
 from afina.train.plan import Plan
 from afina.train.record import Given
 from afina.train.report import Reporter, Silent, reporter
+from afina.train.restoring import restore
 from afina.train.result import Run
 from afina.train.resume import Origin
 from afina.train.rows import are_rows, read_rows
+from afina.train.saving import Contents
 from afina.train.state import (
     BASE,
     PROCESSES,
@@ -71,6 +72,7 @@ from afina.train.told import of_rows
 from afina.train.tuning import Tuning
 from afina.train.work import Work
 from afina.tree import Edit
+from afina.tree.twin import twin_of
 from afina.types import Row
 
 
@@ -133,6 +135,8 @@ class Job:
             BASE: base_fingerprint(self.model, self.edit),
             START: starting_weights(self.edit),
         }
+        # From here on no process may have what trains whole.
+        self.twin = twin_of(self.edit) if mesh.plan.shares_weights else None
         mesh.hold(self.model, self.edit.trainable())
         self.edit.renew()
         # What the settings cannot make is refused before a run that is there is removed.
@@ -205,7 +209,8 @@ class Job:
             if done is not None:
                 say.say(result.told(done, then.total_steps))
                 return done
-            mesh.told(lambda: resume.refuse_unfit(start.folder, self.edit, changes))
+            whole = self.twin or self.edit
+            mesh.told(lambda: resume.refuse_unfit(start.folder, whole, changes))
             resume.tell(then, now, changes, say)
             state = self._restore(start, now, changes, say)
             told = [*changes, *harmless(then, now), *spread(then, now)]
@@ -228,7 +233,7 @@ class Job:
                 "warning: another optimiser cannot take the state of the old one: it starts anew"
             )
         optimiser = None if renamed else self.optimiser
-        together(mesh, lambda: checkpoint.restore(folder, self.edit, optimiser, mesh))
+        together(mesh, lambda: restore(folder, self.edit, optimiser, mesh, self.twin))
         if renamed:
             # Its fp32 masters of half-precision weights are of the weights that were just restored.
             self.optimiser = self._optimiser()
@@ -288,7 +293,13 @@ class Job:
         rows, val_rows = given.rows, given.val_rows
         card = on_the_card(state, given.in_words(), given.resolved.config.revision)
         contents = Contents(
-            self.edit, self.optimiser, self._base(), self.tokenizer, card, self.options.mesh
+            self.edit,
+            self.optimiser,
+            self._base(),
+            self.tokenizer,
+            card,
+            self.options.mesh,
+            self.twin,
         )
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")

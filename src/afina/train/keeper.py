@@ -16,14 +16,15 @@ from afina.config import TrainSettings
 from afina.errors import RunError, counted
 from afina.parallel.runtime import Mesh, OneProcess
 from afina.parallel.together import together
-from afina.train import checkpoint, durable, nonfinite, ways
-from afina.train.checkpoint import Contents
+from afina.train import checkpoint, durable, nonfinite, saving, ways
+from afina.train.export import put_weights
 from afina.train.fit import refuse_unmeasured
 from afina.train.interrupt import Stopping, between_steps
 from afina.train.memory import OutOfMemoryError
 from afina.train.metrics import MetricsFile, NoFile, plot_loss
 from afina.train.nonfinite import MOST_IN_A_ROW, TORN, Fault, NotFiniteError
 from afina.train.report import Reporter
+from afina.train.saving import Contents
 from afina.train.state import Difference, State
 from afina.train.work import Step
 
@@ -320,7 +321,7 @@ class Keeper:
         if self.saved == self.state.step:
             return
         self._meet()
-        checkpoint.save(self.out, self.contents, self.state, self._scores)
+        saving.save(self.out, self.contents, self.state, self._scores)
         self.mesh.told(lambda: checkpoint.prune(self.out, self.state, self.settings.keep_last))
         self.saved = self.state.step
 
@@ -336,7 +337,7 @@ class Keeper:
         self._save()
         self._refuse_unmoved()
         step = self.state.best_step or self.state.step
-        name = "adapter" if is_adapter(self.contents.edit) else "model"
+        name = "adapter" if is_adapter(self.contents.whole) else "model"
         weights = self.mesh.told(lambda: self._publish(step, name))
         if step != self.state.step:
             best = self.settings.best
@@ -344,7 +345,7 @@ class Keeper:
         return weights, step
 
     def _publish(self, step: int, name: str) -> Path:
-        weights = checkpoint.copy_of_weights(self.out, step, name)
+        weights = put_weights(self.out, step, name, self.contents)
         with durable.writing("loss.png", self.out):
             plot_loss(self.out)
         return weights

@@ -181,7 +181,7 @@ def on_the_card(state: State, data: Mapping[str, Any], revision: str | None = No
     """
     settings = {k: v for k, v in state.settings.items() if k.startswith(("train.", "data."))}
     told = {k: v for k, v in settings.items() if v is not None}
-    return Record(data=data, settings=told, revision=revision)
+    return Record(data, told, revision=revision, fingerprint=state.settings.get(BASE))
 
 
 def starting_weights(edit: Edit) -> str:
