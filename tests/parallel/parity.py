@@ -6,7 +6,7 @@ has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,15 +119,22 @@ def work_of(case: Case, mesh: Mesh, edit: Edit) -> Work:
     )
 
 
-def run(case: Case, settings: ParallelSettings | None, *, more: bool = False) -> Found:
+def run(
+    case: Case,
+    settings: ParallelSettings | None,
+    *,
+    more: bool = False,
+    make: Callable[[ParallelSettings], Mesh] = Processes,
+) -> Found:
     """The window of `case` in this process: alone, or as one of those that its environment tells of.
 
     Args:
         case: what trains, and how.
         settings: None for one process alone.
         more: the processes stay together, for another case.
+        make: the mesh of several processes.
     """
-    mesh: Mesh = OneProcess() if settings is None else Processes(settings)
+    mesh: Mesh = OneProcess() if settings is None else make(settings)
     edit = edited(case)
     work, steps = work_of(case, mesh, edit), windows(case)
     found = Found()
