@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 Within = tuple[int, int]
 """Where an input that is a part begins in the whole one, and how wide that is."""
 

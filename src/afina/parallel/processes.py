@@ -26,6 +26,7 @@ from afina.parallel.pipeline import Pipeline
 from afina.parallel.plan import Plan, plan_of
 from afina.parallel.runtime import Micro, Named, dealt
 from afina.parallel.store import Share
+from afina.parallel.tensor import Slices
 from afina.parallel.together import by_first
 from afina.parallel.watch import Watch, is_lost, met
 from afina.tree.pieces import Piece, mark, piece_of
@@ -91,6 +92,7 @@ class Processes:
         self._places: dict[str, Piece] = {}
         self._split = settings.split
         self._pipeline: Pipeline | None = None
+        self._slices: Slices | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -150,13 +152,16 @@ class Processes:
 
     def hold(self, model: nn.Module, tensors: Named) -> None:
         """Takes this process's part of what trains, by the plan."""
+        if self.plan.tensor > 1:
+            self._slices = Slices(self.group("tensor"), model, tensors)
         if self.plan.pipeline > 1:
             self._pipeline = Pipeline(self, model, tensors, self._split)
         tensors = self._mine(tensors)
         self._places = placed(model, self.holds)
         self._held = held(self, model, tensors)
-        if self.plan.pipeline > 1 and self._held.whole and self.plan.data_rank(self.rank):
-            # Each pipeline holds a copy; the first one stands for it in sums over all processes.
+        apart = self.plan.pipeline > 1 or self.plan.tensor > 1
+        if apart and self._held.whole and self.plan.data_rank(self.rank):
+            # Each group with rows of its own holds a copy; the first one stands for it in sums over all processes.
             for parameter in tensors.values():
                 mark(parameter, replace(piece_of(parameter), counted=False))
 
@@ -215,6 +220,8 @@ class Processes:
         self._held.reduce(self._mine(tensors))
         if self._pipeline is not None:
             self._pipeline.add_shared(self.own(tensors))
+        if self._slices is not None:
+            self._slices.add_partial(self.own(tensors))
 
     def publish(self, tensors: Named) -> None:
         """Gathers what each process moved."""

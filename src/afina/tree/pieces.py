@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -77,6 +77,10 @@ class Share:
     part: int
     parts: int
     total: Callable[[Tensor], Tensor] = field(default=_same, compare=False, repr=False)
+
+    def with_total(self, total: Callable[[Tensor], Tensor]) -> Share:
+        """The same, told how to sum over the parts."""
+        return replace(self, total=total)
 
     def once(self, value: Tensor) -> Tensor:
         """The value itself, whose gradients in all parts add up to that of one."""

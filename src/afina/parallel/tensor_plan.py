@@ -1,0 +1,263 @@
+"""How a model's own plan says that its matrices are shared out, and into how many parts that can be.
+
+Transformers has the plan as strings, by the name of a module: `model.layers.*.self_attn.q_proj: colwise`. Each string
+that is known here is one `Way`; another is refused by name, and so is a model without a plan.
+
+| way | string | weight (out, in) | what enters | what leaves |
+|---|---|---|---|---|
+| columns | colwise | cut along out | whole | a part of the numbers |
+| columns_joined | colwise_gather_output | cut along out | whole | whole |
+| rows | rowwise | cut along in | a part of the numbers | whole, a sum over the parts |
+| rows_split | rowwise_split_input | cut along in | whole | whole, a sum over the parts |
+| experts | moe_tp_experts | whole experts | whole | whole, a sum over the parts |
+| inside | replicated_with_grad_allreduce | whole | a part of the heads | a part of the heads |
+| ends | embedding_rowwise | whole | whole | whole |
+| whole | replicate | whole | whole | whole |
+
+Fused experts are shared out by their number, where Transformers cuts each of them: a part is then one box of the
+tensor, and every expert is one process's. Input embedding and head are held whole by every process, whatever the plan
+says of them: so loss, generation and what acts at the ends are those of one process.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3; the strings are those of Transformers 5.24
+(`distributed/tensor_parallel.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from afina import seams
+from afina.errors import ConfigError
+from afina.ops.packed import PackedWeight
+from afina.parallel.plan import divisors
+from afina.tree import Delta
+
+Way = Literal[
+    "columns", "columns_joined", "rows", "rows_split", "experts", "inside", "ends", "whole"
+]
+
+WAYS: Mapping[str, Way] = {
+    "colwise": "columns",
+    "colwise_gather_output": "columns_joined",
+    "colwise_rep": "columns_joined",
+    "rowwise": "rows",
+    "rowwise_split_input": "rows_split",
+    "rowwise_rep": "rows_split",
+    "moe_tp_experts": "experts",
+    "replicated_with_grad_allreduce": "inside",
+    "embedding_rowwise": "ends",
+    "embedding_colwise": "ends",
+    "replicate": "whole",
+}
+"""A string of Transformers -> the way; those that say the same are there too."""
+
+OF_EXPERTS = ("packed_colwise", "colwise", "rowwise", "packed_rowwise")
+"""What is said of the tensors of a module of experts, which are shared out together."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Under these names configs have the number of experts."""
+
+WIDTHS = (
+    "intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+"""Under these names configs have the widths of feed-forwards that are cut."""
+
+
+def ways_of(model: nn.Module) -> dict[str, Way]:
+    """The way of every module that a model's plan names; the ends are left out.
+
+    Args:
+        model: of Transformers, on any device.
+
+    Raises:
+        ConfigError: it has no plan, or one with a string that is not known, or for what is no linear.
+    """
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise refused_without(type(model).__name__)
+    modules = {n: m for n, m in _own(model) if n}
+    tensors = {n for n, _ in model.named_parameters()}
+    experts = [n for n, style in _matched(plan, modules) if WAYS.get(style) == "experts"]
+    found: dict[str, Way] = {}
+    for name, style in _matched(plan, {*modules, *tensors}):
+        if style in OF_EXPERTS and any(name.startswith(f"{e}.") for e in experts):
+            continue
+        way = WAYS.get(style)
+        if way is None or name not in modules:
+            raise _unknown(name, style)
+        found[name] = way
+    ends = {seams.input_embedding(model), seams.head(model).name}
+    found = {name: way for name, way in found.items() if name not in ends}
+    for name, way in found.items():
+        _refuse_other_kinds(name, modules[name], way)
+    return found
+
+
+def _own(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of the model itself; what techniques attached is left out."""
+    attached: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Delta):
+            attached.append(f"{name}.")
+        elif not name.startswith(tuple(attached)):
+            yield name, module
+
+
+def _matched(plan: Mapping[str, str], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The strings by full names: a star in the plan's stands for a number."""
+    for pattern, style in plan.items():
+        wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name in names:
+            if wanted.fullmatch(name):
+                yield name, style
+
+
+def _refuse_other_kinds(name: str, module: nn.Module, way: Way) -> None:
+    """Raises where a module is none that can be shared out so."""
+    if way == "ends":
+        raise ConfigError(
+            "parallel.tensor: this model has another embedding than that of its tokens, and shares it out",
+            got=name,
+            cure=WAY_OUT,
+        )
+    if way in ("columns", "columns_joined", "rows", "rows_split") and (
+        seams.map_kind(module) != "linear"
+    ):
+        raise ConfigError(
+            "parallel.tensor: the model's plan shares out a map of a kind that is not known here",
+            got=f"{name}: {type(module).__name__}",
+            wanted="linears",
+            cure=WAY_OUT,
+        )
+    for own, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, PackedWeight):
+            raise ConfigError(
+                "parallel.tensor cannot share out packed weights",
+                got=f"{name}.{own}",
+                wanted="weights in fp32, bf16 or fp16",
+                cure="leave quantize out, or take parallel.zero=1 or 2: packed weights are small",
+            )
+
+
+WAY_OUT = "leave parallel.tensor out; parallel.zero=3 and parallel.pipeline share weights out too"
+
+
+def refused_without(model: str) -> ConfigError:
+    """The error of a model that has no plan."""
+    return ConfigError(
+        "parallel.tensor shares matrices out as the model itself says, and this one does not say how",
+        got=model,
+        wanted="a model for which Transformers has a tensor plan, such as Llama, Qwen, Gemma or Mistral",
+        cure=WAY_OUT,
+    )
+
+
+def _unknown(name: str, style: str) -> ConfigError:
+    return ConfigError(
+        "parallel.tensor: the model's own plan shares something out in a way that is not known here",
+        got=f"{name}: {style}",
+        wanted=", ".join(WAYS),
+        cure=WAY_OUT,
+    )
+
+
+# --- how many parts there can be -------------------------------------------------------------------------------
+
+
+def counts_of(config: Any) -> dict[str, int]:
+    """What must be shared out evenly, in words, with how many there are, as a config says it.
+
+    Args:
+        config: of a model.
+
+    Raises:
+        ConfigError: its plan has a string that is not known.
+    """
+    text = config.get_text_config()
+    plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    for name, style in plan.items():
+        if style not in WAYS and style not in OF_EXPERTS:
+            raise _unknown(name, style)
+    cut = {name.rpartition(".")[2] for name, style in plan.items() if WAYS.get(style) == "columns"}
+    found: dict[str, int] = {}
+    if cut & set(seams.QUERY_VALUE):
+        heads = int(text.num_attention_heads)
+        found["heads of queries"] = heads
+        found["heads of keys and values"] = _least(
+            getattr(text, "num_key_value_heads", None), heads
+        )
+    if any("mlp" in n or "feed_forward" in n for n, s in plan.items() if WAYS.get(s) == "columns"):
+        for name in WIDTHS:
+            if isinstance(width := getattr(text, name, None), int) and width:
+                found[name] = width
+    if "moe_tp_experts" in plan.values():
+        experts = next((e for n in EXPERTS if (e := getattr(text, n, None))), None)
+        if experts is not None:
+            found["experts"] = int(experts)
+    return found
+
+
+def _least(value: Any, default: int) -> int:
+    """A number of each layer, or of all of them: what divides all of it."""
+    if isinstance(value, list | tuple):
+        return math.gcd(*(int(one) for one in value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return int(value) if value else default
+
+
+def sizes(counts: Mapping[str, int]) -> list[int]:
+    """The numbers of parts that all of these can be shared out into."""
+    return divisors(math.gcd(*counts.values())) if counts else [1]
+
+
+def refuse_size(parts: int, counts: Mapping[str, int]) -> None:
+    """Raises for a number of parts that does not divide what is shared out.
+
+    Args:
+        parts: processes that share each matrix.
+        counts: see `counts_of`.
+
+    Raises:
+        ConfigError: with the numbers that would do.
+    """
+    over = {words: count for words, count in counts.items() if count % parts}
+    if over:
+        raise ConfigError(
+            "parallel.tensor does not divide what it shares out",
+            got=f"tensor {parts} for {', '.join(f'{count} {words}' for words, count in over.items())}",
+            wanted=" or ".join(map(str, sizes(counts))),
+            cure=f"set parallel.tensor to {sizes(counts)[-1]}"
+            if sizes(counts)[-1] > 1
+            else WAY_OUT,
+        )
+
+
+def counts_in(model: Any, ways: Mapping[str, Way]) -> dict[str, int]:
+    """What must be shared out evenly in a model, in words, with how many there are.
+
+    Args:
+        model: on any device.
+        ways: of its modules.
+    """
+    found: dict[str, int] = {}
+    attention = tuple(f"{name}." for name in seams.attention_modules(model))
+    for name, way in ways.items():
+        module = model.get_submodule(name)
+        if way == "experts":
+            found["experts"] = math.gcd(found.get("experts", 0), int(module.num_experts))
+        if way not in ("columns", "columns_joined", "rows", "rows_split"):
+            continue
+        out, into = module.weight.shape
+        count = out if way in ("columns", "columns_joined") else into
+        owner, _, tail = name.rpartition(".")
+        head = getattr(model.get_submodule(owner), "head_dim", None)
+        by_heads = head is not None and way in ("columns", "rows") and name.startswith(attention)
+        words = f"{'heads' if by_heads else 'numbers'} of {tail}"
+        found[words] = math.gcd(found.get(words, 0), count // head if by_heads else count)
+    return found
