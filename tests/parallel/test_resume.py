@@ -135,6 +135,10 @@ LAYOUTS: list[tuple[str, Layout, list[Layout]]] = [
     ("lora", (2, {"zero": 2}), [(3, {"zero": 3})]),
     ("full", (2, {"zero": 3}), [ONE, (3, {"zero": 3})]),
     ("full", ONE, [(2, {"zero": 3})]),
+    ("lora", (2, {"pipeline": 2}), [ONE, (2, {"zero": 3})]),
+    ("lora", (4, {"pipeline": 2, "zero": 2}), [(2, {"pipeline": 2}), (3, {"zero": 2})]),
+    ("lora", ONE, [(2, {"pipeline": 2})]),
+    ("full", (2, {"pipeline": 2}), [ONE, (4, {"pipeline": 2, "zero": 1})]),
 ]
 
 
