@@ -25,6 +25,7 @@ from afina.techniques.ia3 import IA3
 from afina.techniques.lora import LoRA
 from afina.techniques.p_tuning import PTuning
 from afina.techniques.prompt import PromptTuning
+from afina.techniques.quantize import Quantize
 from afina.techniques.trainable_tokens import TrainableTokens
 from afina.tree import Edit, Technique
 from tests import battery
@@ -383,3 +384,36 @@ def test_what_is_trained_beside_another_says_so() -> None:
     model = battery.build("llama")
     assert not put(model, A).notes
     assert any("learns beside what is there" in note for note in put(model, B).notes)
+
+
+# --- on a quantised base ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_on_a_quantised_base_they_add_up_merge_and_go(kind: str) -> None:
+    """The first edit quantises, and so goes last; the second finds its work."""
+    model = battery.build("llama", torch.float32)
+    before = battery.picture(model)
+    base = put(model, Quantize(kind="nf4" if kind == "nf4" else "int8"))
+    rounded = battery.logits(model)
+    one, two = put(model, A), put(model, B, seed=4)
+    one.scale(0.5)
+    both = battery.logits(model)
+    reference = battery.build("llama", torch.float32)
+    with torch.no_grad():
+        for name in base.techniques[0].weights(reference):  # pyright: ignore[reportAttributeAccessIssue]
+            reference.get_parameter(name).copy_(model.get_parameter(name).unpacked())
+        for share, edit in ((0.5, one), (1.0, two)):
+            for place, delta in changes(edit).items():
+                reference.get_submodule(place).weight.add_(share * delta)
+    battery.close(both, battery.logits(reference), 1e-4)
+    two.merge()
+    one.merge()
+    battery.close(battery.logits(model), both, 1e-4)
+    two.unmerge()
+    one.undo()
+    two.off()
+    assert torch.equal(battery.logits(model), rounded)
+    two.undo()
+    base.undo()
+    battery.same_picture(battery.picture(model), before)
