@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from afina.types import Row
@@ -71,6 +75,50 @@ def tiny_gpt2(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: A
         "eos_token_id": None,
     }
     return GPT2LMHeadModel(GPT2Config(**(sizes | changes))).to(dtype).eval()
+
+
+def tiny_gemma2(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A random Gemma 2 of two blocks: scaled embeddings, also the head; capped logits; a window in every other block."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Gemma2ForCausalLM(Gemma2Config(**(sizes | changes))).to(dtype).eval()
+
+
+def tiny_qwen2(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A random Qwen 2 of two blocks, the second of which sees a window of four tokens."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**(sizes | changes))).to(dtype).eval()
 
 
 def follow(model: Any, successors: dict[int, int], *, default: int = 256) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from afina.config import ParallelSettings, TrainSettings
+from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.models.head import head_of
 from afina.optim.optimisers import Optimiser
@@ -27,10 +28,11 @@ from afina.train.work import Work
 from afina.tree import Edit, Seams, Technique
 from afina.tree.pieces import piece_of
 from afina.types import Row
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_gemma2, tiny_gpt2, tiny_llama, tiny_qwen2
 from tests.train.kit import ragged_rows
 
 TECHNIQUES: dict[str, Technique] = {"lora": LoRA(rank=3), "full": Full()}
+FAMILIES = {"llama": tiny_llama, "gpt2": tiny_gpt2, "gemma2": tiny_gemma2, "qwen2": tiny_qwen2}
 
 
 @dataclass
@@ -66,6 +68,9 @@ class Case:
         optimizer: by name.
         model: changes to the tiny model's config.
         train: further settings.
+        family: a key of `FAMILIES`.
+        packed: rows lie end to end; otherwise one a line, padded.
+        recompute: blocks run again in backward.
     """
 
     technique: str = "lora"
@@ -75,11 +80,15 @@ class Case:
     optimizer: str = "sgd"
     model: tuple[tuple[str, Any], ...] = ()
     train: tuple[tuple[str, Any], ...] = ()
+    family: str = "llama"
+    packed: bool = True
+    recompute: bool = False
 
 
 def edited(case: Case) -> Edit:
     """The tiny model with B that is not zero, in fp64; the same in every process."""
-    edit = apply(tiny_llama(**dict(case.model)), [TECHNIQUES[case.technique]], seed=5)
+    model = FAMILIES[case.family](**dict(case.model))
+    edit = apply(model, [TECHNIQUES[case.technique]], seed=5)
     with torch.no_grad():
         for number, (name, tensor) in enumerate(edit.trainable().items()):
             if name.endswith(".b"):
@@ -104,7 +113,7 @@ def work_of(case: Case, mesh: Mesh, edit: Edit) -> Work:
     edit.renew()
     with mesh.opened():
         head = mesh.at_end(lambda: head_of(edit.model))
-    passes = Passes(edit.model, True, False, 257, head, mesh.within)
+    passes = Passes(edit.model, case.packed, False, 257, head, mesh.within)
     return Work(
         edit.model,
         edit,
@@ -138,7 +147,8 @@ def run(
     edit = edited(case)
     work, steps = work_of(case, mesh, edit), windows(case)
     found = Found()
-    with packing(edit.model, True):
+    blocks = Blocks(edit.model, case.recompute)
+    with packing(edit.model, case.packed), blocks.running():
         found.loss = backward(work, mesh.share(steps[0]), 0).loss
         mesh.reduce(edit.trainable())
         own = mesh.own(edit.trainable())
@@ -160,7 +170,8 @@ def values(mesh: Mesh, edit: Edit) -> dict[str, torch.Tensor]:
     """What trains, as this process has it for a pass; where it has no more than pieces, each in its place."""
     tensors = edit.trainable()
     if mesh.plan.zero < 3:
-        return {n: p.detach().clone() for n, p in tensors.items()}
+        cut = mesh.plan.tensor > 1
+        return {n: placed(p, p.detach()) if cut else p.detach().clone() for n, p in tensors.items()}
     return {n: placed(p, p.detach()) for n, p in mesh.own(tensors).items()}
 
 

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
-import torch
 
 from afina.config import ParallelSettings
-from tests.parallel.parity import Case, Found, joined, run
+from tests.parallel.parity import Case
 from tests.parallel.pool import Pool
+from tests.parallel.tensor_kit import FAMILIES, check_all, runs
 
 pytestmark = pytest.mark.dist
 
-
-@functools.cache
-def alone(case: Case) -> Found:
-    """The same in this process."""
-    return run(case, None)
-
-
-def check(case: Case, found: list[Found]) -> None:
-    """Every figure is that of one process."""
-    expected = alone(case)
-    gradients = joined([one.gradients for one in found])
-    assert gradients.keys() == expected.gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, expected.gradients[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    for one in found:
-        assert one.loss == pytest.approx(expected.loss, abs=1e-9)
-        assert one.norm == pytest.approx(expected.norm, rel=1e-9)
-        assert one.losses == pytest.approx(expected.losses, abs=1e-9)
-    for name, value in joined([one.values for one in found]).items():
-        torch.testing.assert_close(value, expected.values[name], rtol=0, atol=1e-9)
+CASES = [
+    Case(technique, rows_each, packed=packed)
+    for technique in ("lora", "full")
+    for rows_each in (None, 1)
+    for packed in (True, False)
+]
 
 
-@pytest.mark.parametrize("technique", ["lora", "full"])
-@pytest.mark.parametrize("rows_each", [None, 1])
-def test_gradients_are_those_of_one_process(
-    pool: Pool, technique: str, rows_each: int | None
-) -> None:
-    case = Case(technique, rows_each)
-    check(case, pool.run(2, run, case, ParallelSettings(tensor=2)))
+def test_gradients_are_those_of_one_process(pool: Pool) -> None:
+    check_all(CASES, pool.run(2, runs, CASES, ParallelSettings(tensor=2)))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_beside_processes_with_other_rows(pool: Pool, zero: int) -> None:
+    cases = [Case("lora"), Case("full", 1)] if zero else CASES[::3]
+    check_all(cases, pool.run(4, runs, cases, ParallelSettings(tensor=2, zero=zero)))
+
+
+def test_weights_that_are_shared_out_twice(pool: Pool) -> None:
+    cases = [Case("lora"), Case("full", 1)]
+    check_all(cases, pool.run(4, runs, cases, ParallelSettings(tensor=2, zero=3)))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
+def test_families(pool: Pool, family: str) -> None:
+    cases = [Case("lora", family=family), Case("full", family=family)]
+    check_all(cases, pool.run(2, runs, cases, ParallelSettings(tensor=2)))
+
+
+def test_blocks_that_run_again_in_backward(pool: Pool) -> None:
+    cases = [Case("lora", recompute=True), Case("full", 1, recompute=True)]
+    check_all(cases, pool.run(2, runs, cases, ParallelSettings(tensor=2)))

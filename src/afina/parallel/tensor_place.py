@@ -117,7 +117,7 @@ def _place_base(
     shape, way = tuple(parameter.shape), ways.get(owner)
     experts = next((n for n, w in ways.items() if w == "experts" and name.startswith(f"{n}.")), "")
     box: Box | None = None
-    if way in CUT:
+    if way is not None and way in CUT:
         side, dim = CUT[way]
         if own == "weight" or side == "out":
             box = which.cut(shape, dim)
