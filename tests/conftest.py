@@ -1,7 +1,8 @@
-"""What every test stands on: no network, and examples that do not change from run to run."""
+"""What every test stands on: no network, no waiting for a disk, and examples that do not change from run to run."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -21,12 +22,34 @@ settings.register_profile("afina", deadline=None, max_examples=25, derandomize=T
 settings.load_profile("afina")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """No test here cuts the power of a machine, so none has to wait until the disk holds what the system already shows.
+
+    That everything is forced to the disk, and in which order, is shown of the calls (`train/test_checkpoint.py`).
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _quiet_again() -> Iterator[None]:
     """A verb that makes afina's log talk does so for its process, which the next test is not meant to hear."""
     level = logging.getLogger("afina").level
     yield
     logging.getLogger("afina").setLevel(level)
+
+
+def pytest_collection() -> None:
+    """Collecting makes a million objects that all stay: looking for garbage among them finds none."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Nor does it in the tests, where a full collection need not walk through the modules of torch."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
