@@ -182,7 +182,7 @@ def refuse_pieces(name: str, setting: str) -> None:
             f"train.optimizer: {kind.__name__} looks at whole tensors, and with {setting} a process moves pieces",
             got=name,
             wanted=", ".join(sorted(set(kinds()) - set(WHOLE))),
-            cure="take another optimiser, or leave parallel.zero out",
+            cure=f"take another optimiser, or leave {setting.partition('=')[0]} out",
         )
 
 

@@ -14,6 +14,15 @@ ZERO_3: Mapping[str, str] = {
 }
 """Key of a technique -> why weights cannot be shared out beside it."""
 
+TENSOR: Mapping[str, str] = {
+    "token_pruning": "which tokens stay is said by all heads of attention, and a process has its own alone",
+    "quantize": "packed weights are not shared out",
+}
+"""Key of a technique -> why matrices cannot be shared beside it. What is not here acts on parts of a map as on the
+whole (lora, dora, adalora, ia3, bitfit, prefix by its heads), or where every process has all: beside sublayers
+(bottleneck), in front of rows (prompt, p_tuning), at embedding and head (trainable_tokens), around blocks (reversible),
+on gradients and rows."""
+
 
 def refuse_techniques(plan: Plan, keys: Collection[str]) -> None:
     """Raises for a technique that cannot act under a plan.
@@ -25,13 +34,18 @@ def refuse_techniques(plan: Plan, keys: Collection[str]) -> None:
     Raises:
         ConfigError: with the reason, and what works.
     """
-    if plan.zero < 3 or plan.shard == 1:
-        return
     for key in keys:
-        if key in ZERO_3:
+        if key in ZERO_3 and plan.zero == 3 and plan.shard > 1:
             raise ConfigError(
                 f"{key} does not go with parallel.zero=3: {ZERO_3[key]}",
                 got=", ".join(keys),
                 wanted="parallel.zero 0, 1 or 2",
                 cure=f"set parallel.zero to 2, or leave {key} out",
+            )
+        if key in TENSOR and plan.tensor > 1:
+            raise ConfigError(
+                f"{key} does not go with parallel.tensor: {TENSOR[key]}",
+                got=f"tensor {plan.tensor}, {', '.join(keys)}",
+                wanted="parallel.tensor 1",
+                cure=f"leave parallel.tensor out, or {key}",
             )

@@ -67,6 +67,11 @@ class Plan:
         return (self.zero == 3 and self.shard > 1) or self.tensor > 1 or self.pipeline > 1
 
     @property
+    def talks_in_passes(self) -> bool:
+        """Whether processes wait for each other within a pass, so that each must make the same ones."""
+        return self.zero == 3 or self.tensor > 1
+
+    @property
     def shares_state(self) -> bool:
         """Whether no process holds the optimiser's whole state."""
         return (self.zero > 0 and self.shard > 1) or self.shares_weights

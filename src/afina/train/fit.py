@@ -277,6 +277,8 @@ def refuse_several(plan: Plan, settings: TrainSettings, keys: Sequence[str]) -> 
             )
     if plan.zero:
         optimisers.refuse_pieces(settings.optimizer, f"parallel.zero={plan.zero}")
+    if plan.tensor > 1:
+        optimisers.refuse_pieces(settings.optimizer, f"parallel.tensor={plan.tensor}")
     refuse_techniques(plan, keys)
     if plan.zero == 3 and settings.compile is True:
         raise ConfigError(

@@ -67,7 +67,7 @@ def find_tokens(
     longest = len(ordered[0].tokens)
     device, mesh = passes.device, mesh or OneProcess()
     # A pass that fails in one process is none that others can end, where they talk within it.
-    if device.type == "cuda" and mesh.plan.zero < 3:
+    if device.type == "cuda" and not mesh.plan.talks_in_passes:
         return _halve_until_fits(ordered, run, passes, longest)
     before, base, free = peak_bytes(device), used_bytes(device), free_bytes(device)
     if before is None or base is None or free is None:
