@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from afina.errors import ConfigError
 from afina.parallel.bubbles import CHUNKS
-from afina.parallel.plan import Plan, divisors
+from afina.parallel.plan import Plan
+from afina.parallel.tensor_plan import counts_of, sizes
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,15 @@ class Facts:
     Attributes:
         family: as Transformers calls it.
         layers: blocks.
-        heads, kv_heads: of attention.
+        counts: what tensor groups must divide, in words, with how many there are.
         encoder_decoder: it has two stacks.
-        tensor_plan: Transformers says how its matrices are shared out.
+        tensor_plan: Transformers says how its matrices are shared out, in words that are known here.
         packed: its weights are quantised.
     """
 
     family: str
     layers: int
-    heads: int
-    kv_heads: int
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
     encoder_decoder: bool = False
     tensor_plan: bool = False
     packed: bool = False
@@ -41,14 +41,17 @@ def facts_of(config: Any, *, packed: bool = False) -> Facts:
         packed: the run quantises its weights.
     """
     text = config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", 1) or 1)
+    planned = bool(getattr(text, "base_model_tp_plan", None))
+    try:
+        counts = counts_of(config) if planned else {}
+    except ConfigError:
+        counts, planned = {}, False
     return Facts(
         str(config.model_type),
         int(getattr(text, "num_hidden_layers", 0) or 0),
-        heads,
-        int(getattr(text, "num_key_value_heads", None) or heads),
+        counts,
         bool(getattr(config, "is_encoder_decoder", False)),
-        bool(getattr(text, "base_model_tp_plan", None)),
+        planned,
         packed,
     )
 
@@ -71,11 +74,6 @@ class Refusal(NamedTuple):
     cure: str = ""
 
 
-def common(facts: Facts) -> list[int]:
-    """The sizes of a tensor group that divide all heads of attention."""
-    return [n for n in divisors(facts.kv_heads) if facts.heads % n == 0]
-
-
 def chunks(plan: Plan) -> int:
     """Stages of each process of a pipeline."""
     return CHUNKS[plan.schedule] if plan.pipeline > 1 else 1
@@ -96,12 +94,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave parallel.tensor out; parallel.zero=3 and parallel.pipeline share weights out too",
     ),
     Refusal(
-        lambda plan, facts: plan.tensor > 1 and plan.tensor not in common(facts),
-        "parallel.tensor does not divide the heads of attention",
+        lambda plan, facts: any(count % plan.tensor for count in facts.counts.values()),
+        "parallel.tensor does not divide what it shares out",
         lambda plan, facts: (
-            f"tensor {plan.tensor} for {facts.heads} heads of queries and {facts.kv_heads} of keys and values"
+            f"tensor {plan.tensor} for {', '.join(f'{n} {words}' for words, n in facts.counts.items())}"
         ),
-        lambda plan, facts: common(facts),
+        lambda plan, facts: sizes(facts.counts),
     ),
     Refusal(
         lambda plan, facts: plan.pipeline > 1 and facts.encoder_decoder,
@@ -119,10 +117,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda plan, facts: (f"at most {_pipelines(plan, facts)[-1]}",),
     ),
     Refusal(
-        lambda plan, facts: plan.zero == 3 and facts.packed,
-        "parallel.zero=3 cannot share out packed weights",
-        lambda plan, facts: "quantize",
-        lambda plan, facts: ("zero 0", "1", "2"),
+        lambda plan, facts: facts.packed and (plan.zero == 3 or plan.tensor > 1),
+        "parallel.zero=3 and parallel.tensor cannot share out packed weights",
+        lambda plan, facts: f"quantize, zero {plan.zero}, tensor {plan.tensor}",
+        lambda plan, facts: ("zero 0 to 2, tensor 1",),
         "leave quantize out, or take parallel.zero=1 or 2: packed weights are small",
     ),
     Refusal(
