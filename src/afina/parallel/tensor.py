@@ -140,7 +140,7 @@ def _take(model: nn.Module, found: Placed, parts: Parts) -> None:
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
         part = piece.of(module.get_buffer(own)).clone(memory_format=torch.contiguous_format)
-        setattr(module, own, part)
+        setattr(module, own, mark(part, marked(piece, parts.total)))
     for name, share in found.shares.items():
         delta = model.get_submodule(name)
         assert isinstance(delta, Delta)

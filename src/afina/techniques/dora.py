@@ -31,6 +31,7 @@ from afina.errors import TechniqueError
 from afina.ops.lowrank import low_rank_add
 from afina.techniques.lora import LoRA, LoRADelta, low_rank_rows, within_of
 from afina.tree import Delta, Edit, Side
+from afina.tree.pieces import Share
 
 ROWS = 1024
 """Rows of the weight that are looked at together: a copy of so many in fp32 is the memory that a norm takes."""
@@ -171,6 +172,11 @@ class DoRADelta(LoRADelta):
     def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """A part of the way from the base's output to the changed one, as for any change that is no sum."""
         return Delta.scaled(self, x, y, base)
+
+    def shared_out(self, share: Share) -> None:
+        """The norms are of other tensors from now on, though these are the same objects."""
+        super().shared_out(share)
+        self._kept = None
 
     def norms(self, base: nn.Module) -> Tensor:
         """n, (out,); of an answer's many passes the first computes it."""

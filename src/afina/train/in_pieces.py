@@ -55,7 +55,7 @@ def weights_of(mesh: Mesh, edit: Edit, *, adapter: bool) -> dict[str, Share]:
     found = {name: one for name, one in parts.items() if not adapter or name in trainable}
     buffers = edit.state() if adapter else {**edit.state(), **_persistent(edit.model)}
     here = {name: value for name, value in buffers.items() if _is_here(name, edit.model, parts)}
-    return found | {name: _whole(value) for name, value in here.items()}
+    return found | {name: Share(value, piece_of(value)) for name, value in here.items()}
 
 
 def _persistent(model: nn.Module) -> dict[str, Tensor]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 Box = tuple[tuple[int, int], ...]
 """First index, and the one after the last, in each dimension of the whole tensor."""
@@ -123,8 +125,8 @@ def gathered(parts: Mapping[str, tuple[Piece, Tensor]]) -> dict[str, Tensor]:
     return {name: found[name] for name in parts}
 
 
-def mark(parameter: nn.Parameter, piece: Piece) -> nn.Parameter:
-    """Notes which part of its tensor a parameter is, and returns it."""
+def mark(parameter: AnyTensor, piece: Piece) -> AnyTensor:
+    """Notes which part of its tensor a parameter (or a buffer) is, and returns it."""
     setattr(parameter, _NAME, piece)
     return parameter
 

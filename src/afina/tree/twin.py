@@ -7,6 +7,7 @@ starting values) is done with those of the twin, which get values when they are 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,9 +54,16 @@ def give(edit: Edit, values: Mapping[str, Tensor]) -> None:
         if name in trainable:
             target = trainable[name]
             if target.is_meta:
-                made = torch.empty(target.shape, dtype=target.dtype, device=value.device)
-                # Whoever knows the tensor knows the one with the value.
-                utils.swap_tensors(target, nn.Parameter(made, requires_grad=target.requires_grad))
+                empty = torch.empty(target.shape, dtype=target.dtype, device=value.device)
+                made = nn.Parameter(empty, requires_grad=target.requires_grad)
+                if weakref.getweakrefcount(
+                    target
+                ):  # an LSTM looks after its own, and torch does not swap those
+                    module, _, own = name.rpartition(".")
+                    setattr(edit.model.get_submodule(module), own, made)
+                    target = made
+                else:  # whoever knows the tensor knows the one with the value
+                    utils.swap_tensors(target, made)
             target.copy_(value)
         elif state[name].is_meta:
             module, _, own = name.rpartition(".")
