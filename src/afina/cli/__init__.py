@@ -13,6 +13,7 @@ from contextvars import ContextVar
 
 VERBS: dict[str, tuple[str, str]] = {
     "check": ("afina.cli.check", "look at what would go wrong in a run, before it is made"),
+    "plan": ("afina.cli.plan", "say what each of several processes would hold, send and wait for"),
     "train": ("afina.cli.train", "adapt a model to data, into a run folder"),
     "eval": ("afina.cli.eval", "measure a run or a model on data"),
     "chat": ("afina.cli.chat", "talk with a run or a model"),

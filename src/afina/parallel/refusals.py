@@ -19,6 +19,7 @@ class Facts:
     Attributes:
         family: as Transformers calls it.
         layers: blocks.
+        width: numbers of a token's state.
         counts: what tensor groups must divide, in words, with how many there are.
         encoder_decoder: it has two stacks.
         tensor_plan: Transformers says how its matrices are shared out, in words that are known here.
@@ -27,6 +28,7 @@ class Facts:
 
     family: str
     layers: int
+    width: int = 0
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     encoder_decoder: bool = False
     tensor_plan: bool = False
@@ -49,6 +51,7 @@ def facts_of(config: Any, *, packed: bool = False) -> Facts:
     return Facts(
         str(config.model_type),
         int(getattr(text, "num_hidden_layers", 0) or 0),
+        int(getattr(text, "hidden_size", 0) or 0),
         counts,
         bool(getattr(config, "is_encoder_decoder", False)),
         planned,
