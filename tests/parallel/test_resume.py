@@ -139,6 +139,10 @@ LAYOUTS: list[tuple[str, Layout, list[Layout]]] = [
     ("lora", (4, {"pipeline": 2, "zero": 2}), [(2, {"pipeline": 2}), (3, {"zero": 2})]),
     ("lora", ONE, [(2, {"pipeline": 2})]),
     ("full", (2, {"pipeline": 2}), [ONE, (4, {"pipeline": 2, "zero": 1})]),
+    ("lora", (2, {"tensor": 2}), [ONE, (2, {"zero": 3})]),
+    ("lora", ONE, [(2, {"tensor": 2})]),
+    ("lora", (4, {"tensor": 2, "zero": 3}), [(2, {"tensor": 2}), (2, {"pipeline": 2})]),
+    ("full", (2, {"tensor": 2}), [ONE, (4, {"tensor": 2, "zero": 2})]),
 ]
 
 
