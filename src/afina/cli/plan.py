@@ -1,4 +1,4 @@
-"""`afina plan --parallel`: what each process would hold and send, in layouts that this machine need not be able to run."""
+"""`afina plan --parallel`: what each of several processes would hold and send; this machine need not run them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _judged(
     from afina.cli.starting import head_for, quantiser_of
     from afina.parallel.layouts import layouts
     from afina.parallel.plan import plan_of
-    from afina.parallel.refusals import facts_of
+    from afina.parallel.refusals import facts_of, refuse
     from afina.reports.outline import outline
     from afina.reports.parallel import judge
     from afina.table import apply
@@ -111,4 +111,6 @@ def _judged(
         for path, origin in resolved.origins.items()
     )
     chosen = [plan_of(settings.parallel, processes)] if given else layouts(processes, facts)
+    if given:  # one of a list that cannot be is passed over, and one that is asked for is not
+        refuse(chosen[0], facts)
     return judge(edit, chosen, facts, settings, passes)

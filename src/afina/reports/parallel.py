@@ -77,7 +77,8 @@ class Table:
     def lines(self) -> list[str]:
         """For people."""
         names = ("weights", "gradients", "optimiser", "at once", "all", "sent")
-        head = f"{'processes':<40}{''.join(f'{name:>11}' for name in names)}{'waits':>7}"
+        wide = max(len(str(row.plan)) for row in self.rows) + 1
+        head = f"{'processes':<{wide}}{''.join(f'{name:>11}' for name in names)}{'waits':>7}"
         many, tokens = self.passes
         return [
             f"{self.frozen:,} parameters are frozen, {self.trained:,} train",
@@ -85,20 +86,20 @@ class Table:
             "bytes of the process that holds most, without activations; what it sends in a step; how long it waits",
             "",
             head,
-            *(self._line(row) for row in self.rows if row.amount is not None),
+            *(self._line(row, wide) for row in self.rows if row.amount is not None),
             *(f"{row.plan}: refused: {row.refused}" for row in self.rows if row.refused),
             "",
             *self.advice(),
         ]
 
-    def _line(self, row: Judged) -> str:
+    def _line(self, row: Judged, wide: int) -> str:
         amount = row.amount
         assert amount is not None
         sizes = (
             amount.weights, amount.gradients, amount.state, amount.gathered, amount.total, row.sent,
         )  # fmt: skip
         cells = "".join(f"{sized(size):>11}" for size in sizes)
-        return f"{row.plan!s:<40}{cells}{f'{row.waits:.0%}' if row.waits else '-':>7}"
+        return f"{row.plan!s:<{wide}}{cells}{f'{row.waits:.0%}' if row.waits else '-':>7}"
 
     def advice(self) -> Iterator[str]:
         """Which stages hardly help, and what would."""
