@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from afina.errors import RunError
-from afina.parallel.store import PLACES, Share, Stored, file_of, write
+from afina.parallel.store import PLACES, Lot, Stored, file_of, write
 from afina.tree.pieces import Box, Piece, whole_box
 
 
-def cut(value: torch.Tensor, box: Box) -> Share:
+def cut(value: torch.Tensor, box: Box) -> Lot:
     piece = Piece(tuple(value.shape), box)
-    return Share(piece.of(value), piece)
+    return Lot(piece.of(value), piece)
 
 
 def boxes_of(shape: tuple[int, ...], cuts: tuple[list[int], ...]) -> list[Box]:
@@ -101,7 +101,7 @@ def test_a_tensor_without_a_number_is_refused_and_an_empty_piece_left_out(tmp_pa
     write(file_of(tmp_path, 0), {"w": cut(torch.zeros(2, 4), ((2, 2), (0, 4)))})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RunError, match="w is no such piece"):
-        write(file_of(tmp_path, 0), {"w": Share(torch.zeros(3), Piece((4,), ((0, 2),)))})
+        write(file_of(tmp_path, 0), {"w": Lot(torch.zeros(3), Piece((4,), ((0, 2),)))})
 
 
 def test_equal_pieces_give_equal_bytes_and_nothing_says_how_many_wrote(tmp_path: Path) -> None:

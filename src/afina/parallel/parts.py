@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from afina.parallel.store import Share
+from afina.parallel.store import Lot
 from afina.tree.pieces import Piece, piece_of
 
 
@@ -21,21 +21,19 @@ def placed(model: nn.Module, holds: Callable[[str], bool]) -> dict[str, Piece]:
     return {name: piece_of(p) for name, p in model.named_parameters() if holds(name)}
 
 
-def parts_of(model: nn.Module, places: Mapping[str, Piece]) -> dict[str, Share]:
+def parts_of(model: nn.Module, places: Mapping[str, Piece]) -> dict[str, Lot]:
     """What this process has of a model's parameters, by name.
 
     Args:
         model: as it is now; tensors that were shared out since are torch's DTensors.
         places: see `placed`.
     """
-    return {
-        name: _share(model.get_parameter(name).detach(), piece) for name, piece in places.items()
-    }
+    return {name: _lot(model.get_parameter(name).detach(), piece) for name, piece in places.items()}
 
 
-def _share(tensor: Tensor, piece: Piece) -> Share:
+def _lot(tensor: Tensor, piece: Piece) -> Lot:
     if not hasattr(tensor, "to_local"):
-        return Share(tensor, piece)
+        return Lot(tensor, piece)
     # Only here, for to import it takes long.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -48,14 +46,14 @@ def _share(tensor: Tensor, piece: Piece) -> Share:
         begin + min(at, end - begin) for (begin, end), at in zip(piece.box, offsets, strict=True)
     ]
     box = tuple((at, at + size) for at, size in zip(starts, sizes, strict=True))
-    return Share(tensor.to_local(), Piece(piece.shape, box, piece.counted))
+    return Lot(tensor.to_local(), Piece(piece.shape, box, piece.counted))
 
 
 Place = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 """Shape of a whole tensor, and the box of a piece of it."""
 
 
-def places_of(held: Mapping[str, Share]) -> dict[str, Place]:
+def places_of(held: Mapping[str, Lot]) -> dict[str, Place]:
     """Where what a process has lies."""
     return {name: (one.piece.shape, one.piece.box) for name, one in held.items()}
 

@@ -25,7 +25,7 @@ from afina.parallel.parts import parts_of, placed
 from afina.parallel.pipeline import Pipeline
 from afina.parallel.plan import Plan, plan_of
 from afina.parallel.runtime import Micro, Named, dealt
-from afina.parallel.store import Share
+from afina.parallel.store import Lot
 from afina.parallel.tensor import Slices
 from afina.parallel.together import by_first
 from afina.parallel.watch import Watch, is_lost, met
@@ -177,7 +177,7 @@ class Processes:
         """What this process moves."""
         return self._held.own(self._mine(tensors))
 
-    def parts(self, model: nn.Module) -> dict[str, Share]:
+    def parts(self, model: nn.Module) -> dict[str, Lot]:
         """What is here of each of the model's parameters, by name."""
         return parts_of(model, self._places)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from afina.parallel.parts import parts_of, placed
 from afina.parallel.plan import Plan
-from afina.parallel.store import Share
+from afina.parallel.store import Lot
 from afina.types import Batch
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Mesh(Protocol):
         """What this process moves: the tensors themselves, or its pieces of them under the same names."""
         ...
 
-    def parts(self, model: nn.Module) -> dict[str, Share]:
+    def parts(self, model: nn.Module) -> dict[str, Lot]:
         """What this process has of each of the model's parameters, by name."""
         ...
 
@@ -212,7 +212,7 @@ class OneProcess:
         """All of it."""
         return dict(tensors)
 
-    def parts(self, model: nn.Module) -> dict[str, Share]:
+    def parts(self, model: nn.Module) -> dict[str, Lot]:
         """All of them."""
         return parts_of(model, placed(model, lambda name: True))
 

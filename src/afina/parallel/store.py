@@ -43,7 +43,7 @@ SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Share:
+class Lot:
     """A tensor of this process, and which part of the whole one it is."""
 
     tensor: Tensor
@@ -55,7 +55,7 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"part-{rank:05d}.safetensors"
 
 
-def write(file: Path, held: Mapping[str, Share]) -> None:
+def write(file: Path, held: Mapping[str, Lot]) -> None:
     """Writes what this process holds; pieces without an element are left out, and no file is made for none.
 
     Raises:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from afina.errors import RunError
 from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import Mesh
-from afina.parallel.store import Share, Stored
+from afina.parallel.store import Lot, Stored
 from afina.tree import Edit
 from afina.tree.pieces import Piece, piece_of, whole_box
 
@@ -32,7 +32,7 @@ SHOWN = 4
 
 def shared_out(
     mesh: Mesh, edit: Edit, optimiser: Optimiser, *, adapter: bool
-) -> dict[str, dict[str, Share]]:
+) -> dict[str, dict[str, Lot]]:
     """What this process has of what no process has whole, by the folder that it belongs in.
 
     Args:
@@ -41,7 +41,7 @@ def shared_out(
         optimiser: of this process.
         adapter: an adapter's folder can hold what trains; else the whole model is kept.
     """
-    found: dict[str, dict[str, Share]] = {}
+    found: dict[str, dict[str, Lot]] = {}
     if mesh.plan.shares_weights:
         found[WEIGHTS] = weights_of(mesh, edit, adapter=adapter)
     if mesh.plan.shares_state:
@@ -49,13 +49,13 @@ def shared_out(
     return found
 
 
-def weights_of(mesh: Mesh, edit: Edit, *, adapter: bool) -> dict[str, Share]:
+def weights_of(mesh: Mesh, edit: Edit, *, adapter: bool) -> dict[str, Lot]:
     """What this process has of the weights that are kept, and of what techniques keep beside them."""
     parts, trainable = mesh.parts(edit.model), edit.trainable()
     found = {name: one for name, one in parts.items() if not adapter or name in trainable}
     buffers = edit.state() if adapter else {**edit.state(), **_persistent(edit.model)}
     here = {name: value for name, value in buffers.items() if _is_here(name, edit.model, parts)}
-    return found | {name: Share(value, piece_of(value)) for name, value in here.items()}
+    return found | {name: Lot(value, piece_of(value)) for name, value in here.items()}
 
 
 def _persistent(model: nn.Module) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def _persistent(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _is_here(name: str, model: nn.Module, parts: Mapping[str, Share]) -> bool:
+def _is_here(name: str, model: nn.Module, parts: Mapping[str, Lot]) -> bool:
     """Whether this process has the module of a buffer: something of the parameters around it."""
     inside = name
     while inside:
@@ -80,12 +80,12 @@ def _is_here(name: str, model: nn.Module, parts: Mapping[str, Share]) -> bool:
     return True
 
 
-def _whole(tensor: Tensor) -> Share:
+def _whole(tensor: Tensor) -> Lot:
     shape = tuple(tensor.shape)
-    return Share(tensor, Piece(shape, whole_box(shape)))
+    return Lot(tensor, Piece(shape, whole_box(shape)))
 
 
-def state_of(optimiser: Optimiser, own: Mapping[str, nn.Parameter]) -> dict[str, Share]:
+def state_of(optimiser: Optimiser, own: Mapping[str, nn.Parameter]) -> dict[str, Lot]:
     """What this process has of the optimiser's state, by name.
 
     Args:
@@ -95,7 +95,7 @@ def state_of(optimiser: Optimiser, own: Mapping[str, nn.Parameter]) -> dict[str,
     Raises:
         RunError: a state that does not lie as its tensor does.
     """
-    found: dict[str, Share] = {}
+    found: dict[str, Lot] = {}
     for key, value in optimiser.state_tensors().items():
         parameter = own[key.rpartition(".")[0]]
         piece = piece_of(parameter)
@@ -103,7 +103,7 @@ def state_of(optimiser: Optimiser, own: Mapping[str, nn.Parameter]) -> dict[str,
         if not parameter.numel():
             continue
         if value.shape == parameter.shape:
-            found[key] = Share(value, piece)
+            found[key] = Lot(value, piece)
         elif not value.dim() or piece.whole:
             found[key] = _whole(value)
         else:
@@ -153,7 +153,7 @@ def stored_weights(checkpoint: Path) -> Stored | None:
     return Stored(folder.glob("*.safetensors")) if folder.is_dir() else None
 
 
-def targets_of(mesh: Mesh, edit: Edit) -> dict[str, Share]:
+def targets_of(mesh: Mesh, edit: Edit) -> dict[str, Lot]:
     """What this process has of what trains and of what techniques keep beside it: where saved values go."""
     trainable = edit.trainable()
     if not mesh.plan.shares_weights:
@@ -163,7 +163,7 @@ def targets_of(mesh: Mesh, edit: Edit) -> dict[str, Share]:
 
 
 @torch.no_grad()
-def take(targets: Mapping[str, Share], stored: Stored, where: Path) -> None:
+def take(targets: Mapping[str, Lot], stored: Stored, where: Path) -> None:
     """Copies to each target its part of what is stored under its name.
 
     Raises:
@@ -175,7 +175,7 @@ def take(targets: Mapping[str, Share], stored: Stored, where: Path) -> None:
             one.tensor.copy_(stored.read(name, one.piece.box))
 
 
-def _fitting(targets: Mapping[str, Share], stored: Stored, where: Path) -> Iterator[str]:
+def _fitting(targets: Mapping[str, Lot], stored: Stored, where: Path) -> Iterator[str]:
     unfit = [n for n, one in targets.items() if stored.shapes.get(n) != one.piece.shape]
     if unfit:
         raise RunError(

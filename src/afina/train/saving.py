@@ -25,7 +25,7 @@ from afina.errors import RunError
 from afina.optim.optimisers import Optimiser
 from afina.parallel import parts, store
 from afina.parallel.runtime import Mesh, OneProcess
-from afina.parallel.store import Share, Stored
+from afina.parallel.store import Lot, Stored
 from afina.parallel.together import by_first, together
 from afina.train import checkpoint, durable, in_pieces, manifest, randomness, state, ways
 from afina.train.restoring import RANDOM, TECHNIQUES, beside
@@ -77,7 +77,7 @@ class Values:
 
     edit: Edit | None
     state: Mapping[str, Tensor]
-    pieces: Mapping[str, Mapping[str, Share]]
+    pieces: Mapping[str, Mapping[str, Lot]]
     random: Mapping[str, Tensor]
 
 
@@ -149,7 +149,7 @@ class Saving:
         mesh = self.contents.mesh
         here = {folder: parts.places_of(held) for folder, held in values.pieces.items()}
         told = together(mesh, lambda: here)
-        mine: dict[str, dict[str, Share]] = {}
+        mine: dict[str, dict[str, Lot]] = {}
         for folder, held in values.pieces.items():
             everybody = [one[folder] for one in told]
             self._shapes[folder] = parts.shapes_of(everybody)
