@@ -92,7 +92,7 @@ def collate(
 def widen(batch: Batch, rows: int, tokens: int, pad_id: int) -> Batch:
     """The batch with padding that changes no loss: so many lines, of so many tokens.
 
-    Nothing sees the padding of a line. A line that is added begins with a token that sees itself, for attention that
+    Nothing sees the padding of a line. A line that is added is a row whose tokens see each other, for attention that
     sees nothing is not a number; nothing of it is predicted.
 
     Args:
@@ -116,7 +116,8 @@ def widen(batch: Batch, rows: int, tokens: int, pad_id: int) -> Batch:
     }
     if more:
         made["tokens_BT"][lines:, 0] = batch.tokens_BT[0, 0]
-        made["segments_BT"][lines:, 0] = torch.arange(lines, rows, device=batch.tokens_BT.device)
+        numbers = torch.arange(lines, rows, device=batch.tokens_BT.device)
+        made["segments_BT"][lines:] = numbers[:, None]
     labels_B = batch.labels_B
     if labels_B is not None:
         labels_B = F.pad(labels_B, (0, more), value=IGNORE)
