@@ -235,6 +235,32 @@ class ParallelSettings(Settings):
     )
 
     @model_validator(mode="after")
+    def _split_into_stages(self) -> ParallelSettings:
+        if self.split is None:
+            return self
+        each, rest = divmod(len(self.split), self.pipeline)
+        if self.pipeline == 1:
+            raise ValueError(
+                "split would do nothing: there is no pipeline; set pipeline, or leave it out"
+            )
+        if rest or not each:
+            raise ValueError(
+                f"split has {len(self.split)} stages for pipeline {self.pipeline}: one for each process, or as many "
+                "for each"
+            )
+        if self.schedule in ("gpipe", "1f1b") and each > 1:
+            raise ValueError(
+                f"split has {each} stages a process, and {self.schedule} runs one: take schedule=interleaved or "
+                f"zero_bubble, or {self.pipeline} stages"
+            )
+        if self.schedule == "interleaved" and each == 1:
+            raise ValueError(
+                "split has one stage a process, and interleaved runs several: give twice as many, or take "
+                "schedule=1f1b"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _offload_what_is_shared(self) -> ParallelSettings:
         if self.offload and self.zero != 3:
             raise ValueError(

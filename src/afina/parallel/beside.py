@@ -23,6 +23,14 @@ whole (lora, dora, adalora, ia3, bitfit, prefix by its heads), or where every pr
 (bottleneck), in front of rows (prompt, p_tuning), at embedding and head (trainable_tokens), around blocks (reversible),
 on gradients and rows."""
 
+PIPELINE: Mapping[str, str] = {
+    "adalora": "it shares one budget of ranks among all blocks, and a process has its own alone",
+    "reversible": "two streams run through all blocks, and are put together behind the last",
+    "token_pruning": "blocks hand on which tokens are left, beside their states",
+}
+"""Key of a technique -> why blocks cannot be shared out beside it. What is not here acts within a block, or around the
+stack, where each process has what it uses: a prefix in all of them, prompts and rows of the embedding in the first."""
+
 
 def refuse_techniques(plan: Plan, keys: Collection[str]) -> None:
     """Raises for a technique that cannot act under a plan.
@@ -41,6 +49,13 @@ def refuse_techniques(plan: Plan, keys: Collection[str]) -> None:
                 got=", ".join(keys),
                 wanted="parallel.zero 0, 1 or 2",
                 cure=f"set parallel.zero to 2, or leave {key} out",
+            )
+        if key in PIPELINE and plan.pipeline > 1:
+            raise ConfigError(
+                f"{key} does not go with parallel.pipeline: {PIPELINE[key]}",
+                got=f"pipeline {plan.pipeline}, {', '.join(keys)}",
+                wanted="parallel.pipeline 1",
+                cure=f"leave parallel.pipeline out, or {key}",
             )
         if key in TENSOR and plan.tensor > 1:
             raise ConfigError(

@@ -72,6 +72,11 @@ class Plan:
         return self.zero == 3 or self.tensor > 1
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the backward pass runs twice, to what came in and to the weights."""
+        return self.pipeline > 1 and self.schedule == "zero_bubble"
+
+    @property
     def shares_state(self) -> bool:
         """Whether no process holds the optimiser's whole state."""
         return (self.zero > 0 and self.shard > 1) or self.shares_weights

@@ -24,7 +24,7 @@ import torch
 
 from afina.data.order import cut
 from afina.data.report import fingerprint
-from afina.errors import AfinaError, DataError, RunError, counted
+from afina.errors import AfinaError, ConfigError, DataError, RunError, counted
 from afina.models import cache
 from afina.models.blocks import plainly
 from afina.parallel.runtime import Mesh, OneProcess
@@ -68,6 +68,7 @@ class BaseLosses:
         Raises:
             DataError: one is not finite.
             RunError: they cannot be written, or were lost and cannot be measured again.
+            ConfigError: they are not there, and the blocks are shared out.
         """
         kept = [self.out / FILE, *self._cached()]
         found = self.mesh.told(
@@ -80,6 +81,13 @@ class BaseLosses:
         return losses
 
     def _measured(self) -> list[float]:
+        if self.mesh.plan.pipeline > 1:
+            raise ConfigError(
+                "an order by the base's losses does not go with parallel.pipeline: they are measured row by row by the "
+                "whole model, and no process has it",
+                got=f"pipeline {self.mesh.plan.pipeline}",
+                cure="order by length or rarity, or leave parallel.pipeline out",
+            )
         tokens = sum(len(row.tokens) for row in self.rows)
         self.say.say(
             f"measuring how hard each row is for the base, once: a forward pass over {tokens:,} tokens"

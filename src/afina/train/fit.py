@@ -20,7 +20,7 @@ from afina.parallel.plan import Plan
 from afina.seams import require_model
 from afina.train import ways
 from afina.train.classes import refuse_unfit_classifier, refuse_unlike
-from afina.tree import Edit
+from afina.tree import Edit, Seams
 from afina.types import Row
 
 NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
@@ -285,4 +285,43 @@ def refuse_several(plan: Plan, settings: TrainSettings, keys: Sequence[str]) -> 
             "train.compile does not go with parallel.zero=3: blocks whose weights come and go are not compiled",
             got="compile true",
             cure="leave train.compile out, or set parallel.zero to 2",
+        )
+    if plan.splits_backward and (settings.compile is True or settings.recompute == "selective"):
+        name = "compile" if settings.compile is True else "recompute"
+        raise ConfigError(
+            f"train.{name} does not go with parallel.schedule=zero_bubble: what it keeps serves one backward pass, and "
+            "there are two",
+            got=f"{name} {getattr(settings, name)}",
+            wanted=f"{name} false" + (" or true" if name == "recompute" else ""),
+            cure=f"leave train.{name} out, or set parallel.schedule to 1f1b",
+        )
+
+
+def refuse_in_stages(plan: Plan, between: Seams, *, scores: bool) -> None:
+    """Raises for what must see the whole model, in a run whose processes share out its blocks.
+
+    Args:
+        plan: how processes share the run.
+        between: what is done between passes.
+        scores: validation measures more than the loss.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if plan.pipeline == 1:
+        return
+    off = "leave parallel.pipeline out"
+    if between.penalty:
+        raise ConfigError(
+            "a penalty on the loss does not go with parallel.pipeline: it is made of tensors of all blocks",
+            got=f"pipeline {plan.pipeline}",
+            cure=f"{off}, or the penalty",
+        )
+    if scores:
+        raise ConfigError(
+            "validation by answers does not go with parallel.pipeline: they are generated token by token by the whole "
+            "model, and no process has it",
+            got=f"pipeline {plan.pipeline}",
+            wanted="train.best=loss",
+            cure=f"validate by the loss, and score the finished adapter with afina eval; or {off}",
         )

@@ -37,7 +37,12 @@ from afina.train import (
 from afina.train.base_losses import BaseLosses
 from afina.train.classes import PADDED, options_for
 from afina.train.entering import Entering
-from afina.train.fit import refuse_idle_settings, refuse_rows, refuse_several
+from afina.train.fit import (
+    refuse_idle_settings,
+    refuse_in_stages,
+    refuse_rows,
+    refuse_several,
+)
 from afina.train.keeper import Keeper
 from afina.train.loop import loop
 from afina.train.lowest import place_of, refuse_too_little_room
@@ -129,6 +134,8 @@ class Job:
         if self.place is not None:
             refuse_too_little_room(self.place, self.out)
         refuse_several(mesh.plan, self.settings, [one.key for one in self.edit.techniques])
+        scored = self.options.evaluate is not None and bool(val_rows)
+        refuse_in_stages(mesh.plan, self.seams, scores=scored)
         # Rows are read by now: processes that wait for each other do not wait for that.
         mesh.begin()
         self.values = {

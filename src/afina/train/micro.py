@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from afina.config import TrainSettings
+from afina.parallel.plan import Plan
 from afina.parallel.runtime import Mesh, OneProcess
 from afina.train.memory import free_bytes, peak_bytes, used_bytes
 from afina.train.passes import Passes
@@ -33,6 +34,22 @@ def find(
     """The tokens of a micro-batch, found on a step with the longest of all rows added, and why; as `find_tokens`."""
     longest = max(rows, key=lambda row: len(row.tokens))
     return find_tokens([longest, *step], run, passes, mesh)
+
+
+def for_stages(tokens: int, step: Sequence[Row], passes: Passes, plan: Plan) -> int:
+    """The tokens of a micro-batch where a pipeline has several of them at once, one or more for each process.
+
+    Args:
+        tokens: that fit, one micro-batch alone.
+        step: rows of a usual step.
+        passes: how rows become tokens.
+        plan: how processes share the run.
+    """
+    if plan.pipeline == 1:
+        return tokens
+    share = -(-passes.tokens(step) // (plan.data * plan.pipeline))
+    longest = max(len(row.tokens) for row in step)
+    return max(longest, min(tokens // plan.pipeline, share))
 
 
 def cutter(

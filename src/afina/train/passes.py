@@ -40,6 +40,7 @@ class Passes:
         pad_id: what padding positions hold.
         head: whose loss needs no logits; None makes them.
         within: what a pass happens inside of; see `parallel.runtime.Mesh`.
+        alone: what a trial happens inside of; see there.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Passes:
     pad_id: int
     head: Head | None
     within: Callable[[Callable[[], Tensor]], Tensor] = _itself
+    alone: Callable[[Callable[[], Tensor]], Tensor] = _itself
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +129,11 @@ class Passes:
         batch = self.batch(rows)
         if batch.trained_tokens:
             with hooked(edit.trainable(), drop) if dropping else nullcontext():
-                self.loss(batch).backward()
+                loss = self.alone(lambda: self.loss(batch))
+                if (
+                    loss.requires_grad
+                ):  # of a process in whose part of the model nothing trains, it does not
+                    loss.backward()
         for parameter in edit.trainable().values():
             parameter.grad = None
 
@@ -170,7 +176,7 @@ def passes_of(
         pad_id = pad_id if own is None else own
     with mesh.opened():
         head = mesh.at_end(lambda: head_of(model))
-    return Passes(model, settings.packing, shared, pad_id, head, mesh.within), reason
+    return Passes(model, settings.packing, shared, pad_id, head, mesh.within, mesh.alone), reason
 
 
 def unshared(model: nn.Module, edit: Edit, *, by_row: bool) -> str | None:

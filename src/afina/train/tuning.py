@@ -86,6 +86,7 @@ class Tuning:
                 self.plan.rows, self.plan.usual(), self._pass, self.passes, self.mesh
             )
             tokens = round(self.mesh.least(tokens))
+            tokens = micro.for_stages(tokens, self.plan.usual(), self.passes, self.mesh.plan)
             self.say.say(f"micro-batches of at most {tokens:,} tokens: {why}")
         return replace(state, micro_tokens=tokens), micro.cutter(self.settings, tokens, self.passes)
 
@@ -115,7 +116,7 @@ class Tuning:
             return False
         # With zero=3 weights come and go within a block's call; where processes wait for each other, each would come to
         # another end of these trials.
-        if self.mesh.plan.talks_in_passes:
+        if self.mesh.plan.talks_in_passes or self.mesh.plan.splits_backward:
             return False
         if not warm:
             self._pass(parts[0])
