@@ -31,11 +31,7 @@ KEYS = {
     "c10d::_allgather_base_": "all_gather",
 }
 SETTINGS: tuple[ParallelSettings, ...] = tuple(ParallelSettings(zero=z) for z in (0, 1, 2, 3))
-CASES = tuple(
-    Case(technique, rows_each, rows=8, steps=3)
-    for technique in ("lora", "full")
-    for rows_each in (None, 2)
-)
+CASES = (Case("lora", 2, rows=8, steps=3), Case("full", None, rows=8, steps=3))
 
 
 def counted(case: Case, settings: ParallelSettings) -> dict[str, int]:
@@ -48,11 +44,10 @@ def counted(case: Case, settings: ParallelSettings) -> dict[str, int]:
         next(steps), next(steps)
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             next(steps)
-    found = Counter[str]()
-    for event in seen.key_averages():
-        if event.key.startswith("c10d::"):
-            found[KEYS[event.key]] += event.count
-    return dict(found)
+    # The events themselves, for putting thousands of others in order takes a second.
+    events: Any = seen.profiler
+    names = [event.name() for event in events.kineto_results.events()]
+    return dict(Counter(KEYS[name] for name in names if name.startswith("c10d::")))
 
 
 def all_counted(
