@@ -47,10 +47,11 @@ class Adds:
             return output
         x, delta.slot.held = delta.slot.held, None
         x = _first(args, kwargs) if x is None else x
+        acting = delta if delta.strength == 1 else delta.scaled
         if not isinstance(output, tuple):
-            return delta.scaled(x, output, module)
+            return acting(x, output, module)
         several = cast("tuple[Any, ...]", output)
-        return (delta.scaled(x, several[0], module), *several[1:])
+        return (acting(x, several[0], module), *several[1:])
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -105,16 +105,13 @@ class Delta(nn.Module, ABC):
         return ()
 
     def scaled(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """The output `y` and `strength` times the change of it."""
-        if self.strength == 1:
-            return self(x, y, base)
+        """The output `y` and `strength` times the change of it, where that is not once."""
         before = y.clone()  # a change may be written into the output itself
         return before + self.strength * (self(x, y, base) - before)
 
     def scaled_inward(self, x: Tensor, base: nn.Module) -> Tensor:
-        """The input and `strength` times the change of it."""
-        changed = self.inward(x, base)
-        return changed if self.strength == 1 else x + self.strength * (changed - x)
+        """The input and `strength` times the change of it, where that is not once."""
+        return x + self.strength * (self.inward(x, base) - x)
 
     @abstractmethod
     def reset(self, seed: int) -> None:
@@ -209,7 +206,10 @@ class _After:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         delta = getattr(module, self.key)
-        return delta.scaled(args[0], output, module) if delta.acts else output
+        if not delta.acts:
+            return output
+        acting = delta if delta.strength == 1 else delta.scaled
+        return acting(args[0], output, module)
 
 
 class _Before:
@@ -220,7 +220,10 @@ class _Before:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         delta = getattr(module, self.key)
-        return (delta.scaled_inward(args[0], module), *args[1:]) if delta.acts else args
+        if not delta.acts:
+            return args
+        inward = delta.inward if delta.strength == 1 else delta.scaled_inward
+        return (inward(args[0], module), *args[1:])
 
 
 class Technique(Frozen, ABC):
