@@ -83,7 +83,7 @@ def test_keep_always_and_granularity_say_how_many() -> None:
 def test_a_ramp_goes_evenly_from_one_share_to_the_other() -> None:
     down = pruned(built("llama"), RANDOM.model_copy(update={"ramp": 0.4}))
     entry = entry_of(down)
-    assert [entry.share(step) for step in range(6)] == pytest.approx(
+    assert [entry.kept(step) for step in range(6)] == pytest.approx(
         [1, 0.875, 0.75, 0.625, 0.5, 0.5]
     )
     assert counts(down, step=2) == [7, 3, 6, 5]
@@ -92,7 +92,7 @@ def test_a_ramp_goes_evenly_from_one_share_to_the_other() -> None:
         built("llama"),
         TokenPruning(score="random", keep=1.0, ramp=0.5, ramp_from=0.25, layers="0-1"),
     )
-    assert [entry_of(up).share(step) for step in range(7)] == pytest.approx(
+    assert [entry_of(up).kept(step) for step in range(7)] == pytest.approx(
         [0.25, 0.4, 0.55, 0.7, 0.85, 1, 1]
     )
     assert counts(up, step=1) == [4, 2, 3, 3]

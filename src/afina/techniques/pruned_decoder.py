@@ -260,7 +260,7 @@ def seams_of(edit: Edit, settings: TokenPruning, total_steps: int) -> Seams:
     def learn(step: int) -> None:
         entry.told = None
         for chooser in choosers:
-            chooser.learn(entry.share(step + 1))
+            chooser.learn(entry.kept(step + 1))
         if entry.table is not None:
             entry.table.learn()
 

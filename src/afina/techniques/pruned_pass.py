@@ -202,7 +202,7 @@ class Entry(Delta):
             module.register_forward_hook(ends, with_kwargs=True),
         ]
 
-    def share(self, step: int) -> float:
+    def kept(self, step: int) -> float:
         """Of its own tokens what a row keeps at a step, from 0."""
         ramp = self.settings.ramp * (self.total_steps or 0)
         return ramped(step, ramp, self.settings.ramp_from, self.settings.keep)
@@ -231,7 +231,7 @@ class Entry(Delta):
             added = line.shape[1] - told.trained_BT.shape[1]
             stays_L = stays_L | F.pad(told.trained_BT, (added, 0)).flatten()
         hard_L = None if self.table is None else self.table.of(line.ids_L)
-        share = self.share(step)
+        share = self.kept(step)
         return Pass(line, stays_L & line.real_L, share, step, told is not None, hard_L)
 
 
