@@ -198,13 +198,21 @@ def _plant(patch: pytest.MonkeyPatch, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "rank"), [("rename", 0), ("piece", 0), ("piece", 1), ("figures", 0)]
+    ("fault", "rank", "beside"),
+    [
+        ("rename", 0, False),
+        ("piece", 0, False),
+        ("piece", 1, False),
+        ("figures", 0, False),
+        ("piece", 1, True),
+        ("rename", 0, True),
+    ],
 )
 def test_a_disk_that_is_full_for_one_process_ends_all_with_its_error(
-    pool: Pool, tmp_path: Path, alone: Any, fault: str, rank: int
+    pool: Pool, tmp_path: Path, alone: Any, fault: str, rank: int, beside: bool
 ) -> None:
     out = tmp_path / "run"
-    told = pool.run(2, _faulty, out, {"zero": 1}, fault, rank, {})
+    told = pool.run(2, _faulty, out, {"zero": 1}, fault, rank, {"save_async": beside})
     if fault == "figures":
         assert all("No space left on device" in words for words in told)
     else:
@@ -216,15 +224,32 @@ def test_a_disk_that_is_full_for_one_process_ends_all_with_its_error(
     refuse_other(out, alone("lora"), "lora")
 
 
+@pytest.mark.parametrize("beside", [False, True])
 def test_a_process_that_is_killed_while_it_saves_ends_all_and_the_run_goes_on(
-    pool: Pool, tmp_path: Path, alone: Any
+    pool: Pool, tmp_path: Path, alone: Any, beside: bool
 ) -> None:
     out = tmp_path / "run"
+    more = {"save_async": beside}
     with pytest.raises(Failed, match="process 1 says nothing"):
-        pool.run(2, _faulty, out, {"zero": 1, "timeout_s": 20}, "killed", 1, {})
+        pool.run(2, _faulty, out, {"zero": 1, "timeout_s": 20}, "killed", 1, more)
     on(pool, (3, {"zero": 2}), out, "lora", resume=True, save_every=1)
     refuse_other(out, alone("lora"), "lora")
     assert [p for p in (out / "checkpoints").iterdir() if durable.is_leftover(p)] == []
+
+
+@pytest.mark.parametrize("layout", [(2, {"zero": 3}), (2, {"pipeline": 2})])
+def test_checkpoints_beside_training_are_those_of_one_process(
+    pool: Pool, tmp_path: Path, alone: Any, layout: Layout
+) -> None:
+    out = tmp_path / "run"
+    on(pool, layout, out, "lora", stop=3, save_every=1, save_async=True)
+    assert [p.name for p in sorted((out / "checkpoints").iterdir())] == [
+        "latest",
+        "step-000002",
+        "step-000003",
+    ]
+    on(pool, ONE, out, "lora", resume=True)
+    refuse_other(out, alone("lora"), "lora")
 
 
 def test_a_piece_that_lies_on_another_disk_is_missed(pool: Pool, tmp_path: Path) -> None:

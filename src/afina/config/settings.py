@@ -110,6 +110,10 @@ class TrainSettings(Settings):
     keep_last: Count | None = Field(
         default=2, description="checkpoints kept beside the best; null: all"
     )
+    save_async: bool = Field(
+        default=False,
+        description="write checkpoints while training goes on, from a copy in memory of what they hold",
+    )
     early_stopping: Count | None = Field(
         default=None,
         description="evaluations without a better score before the run stops; null: never",

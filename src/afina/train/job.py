@@ -144,6 +144,8 @@ class Job:
         }
         # From here on no process may have what trains whole.
         self.twin = twin_of(self.edit) if mesh.plan.shares_weights else None
+        beside = self.settings.save_async and self.twin is None
+        self.copy = twin_of(self.edit, frozen=True) if beside else None
         mesh.hold(self.model, self.edit.trainable())
         self.edit.renew()
         # What the settings cannot make is refused before a run that is there is removed.
@@ -307,6 +309,7 @@ class Job:
             card,
             self.options.mesh,
             self.twin,
+            self.copy,
         )
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")

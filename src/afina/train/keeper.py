@@ -16,7 +16,8 @@ from afina.config import TrainSettings
 from afina.errors import RunError, counted
 from afina.parallel.runtime import Mesh, OneProcess
 from afina.parallel.together import together
-from afina.train import checkpoint, durable, nonfinite, saving, ways
+from afina.train import checkpoint, durable, nonfinite, ways
+from afina.train.behind import Saver
 from afina.train.export import put_weights
 from afina.train.fit import refuse_unmeasured
 from afina.train.interrupt import Stopping, between_steps
@@ -54,7 +55,6 @@ class Keeper:
         say: where it is told.
         changes: what differs from the run's start, for the first line of its figures.
         mesh: the processes, of which one keeps the run; the others follow it without a file.
-        saved: the step of the newest checkpoint; None before the first.
     """
 
     out: Path
@@ -66,10 +66,10 @@ class Keeper:
     say: Reporter
     changes: Sequence[Difference] = ()
     mesh: Mesh = field(default_factory=OneProcess)
-    saved: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.saved = self.state.step or None
+        newest = self.state.step or None
+        self._saver = Saver(self.out, self.contents, self.settings.keep_last, newest)
         self._bad_in_a_row = 0
         self._scores: Mapping[str, float] = {}
         self._wrong: Exception | None = None
@@ -88,7 +88,7 @@ class Keeper:
         metrics = self._made(lambda: figures(self.out, keep_below=self.state.step))
         if self.state.unscored:
             self._score(metrics.take(self.state.step), metrics)
-            self.saved = None  # what was saved knows nothing of these scores
+            self._saver.saved = None  # what was saved knows nothing of these scores
             self._save()
             if self._spent():
                 return
@@ -111,21 +111,24 @@ class Keeper:
                         self._stop(step.step)
                         break
             except NotFiniteError as error:
-                kept = self._keep(error.fault)
+                kept, then = self._keep(error.fault), self._settled()
                 if error.fault.torn:
-                    then = self._before_tear()
+                    then += self._before_tear()
                 else:
-                    then = self._before_ruin() if error.fault.ruined else self._saved_before()
+                    then += self._before_ruin() if error.fault.ruined else self._saved_before()
                 # A step that moves tensors in backward cannot be left out, so that is not advised.
                 on_nan = "skip" if self.settings.step_in_backward else self.settings.on_nan
                 raise error.fault.error(kept, then, on_nan) from None
             except OutOfMemoryError as error:
                 # Of several processes one alone ran out: the others save nothing with it.
                 alone = self.mesh.plan.processes == 1
-                then = self._saved_before() if alone and not error.torn else self._before_tear()
-                if error.torn:
-                    then = f"{LINE}{TORN}{then}"
+                then = (self._settled() if alone else "") + (f"{LINE}{TORN}" if error.torn else "")
+                then += self._saved_before() if alone and not error.torn else self._before_tear()
                 raise OutOfMemoryError(error.step, error.rows, then, torn=error.torn) from None
+            except Exception:
+                if self.mesh.plan.processes == 1:
+                    self._settled()
+                raise
             finally:
                 if board is not None:
                     board.close()
@@ -164,6 +167,7 @@ class Keeper:
         number = -round(self.mesh.least(-mine))
         if number == WRONG:
             self._meet()
+        self._saver.look()
         if number and stopping.signal is None:
             stopping.signal = number
         return number != 0
@@ -176,12 +180,12 @@ class Keeper:
                 f"finishing step {self.state.step + 1}, then saving; {again} to stop at once"
             )
         else:
-            none = self.saved is None
-            lost = "no step is saved" if none else f"the steps after {self.saved} are not saved"
+            saved = self._saver.saved
+            lost = f"the steps after {saved} are not saved" if saved else "no step is saved"
             self.say.say(f"stopping at once; {lost}")
 
     def _stop(self, step: int) -> None:
-        self._save()
+        self._save(beside=False)
         self.say.say(
             f"stopped after step {step} of {self.state.total_steps}, saved; "
             f"go on with: {ways.resume(self.out)}"
@@ -192,7 +196,7 @@ class Keeper:
         if not self.state.step:
             return f"{LINE}then begin anew: {ways.OVERWRITE}"
         try:
-            self._save()
+            self._save(beside=False)
         except RunError as error:
             return f"{LINE}{error}"
         way = ways.resume(self.out, allow_changes=True, flags="--set …")
@@ -201,10 +205,10 @@ class Keeper:
 
     def _before_tear(self) -> str:
         """Says where a run goes on whose weights are half moved, which are never saved."""
-        if self.saved is None:
+        if self._saver.saved is None:
             return f"{LINE}no step is saved: begin anew: {ways.OVERWRITE}"
         way = ways.resume(self.out, allow_changes=True, flags="--set …")
-        return f"{LINE}go on from the checkpoint of step {self.saved}, with what is changed: {way}"
+        return f"{LINE}go on from the checkpoint of step {self._saver.saved}, with what is changed: {way}"
 
     def _before_ruin(self) -> str:
         """Says where a run goes on whose newest weights are of no use: they are not saved, or passed over."""
@@ -256,7 +260,7 @@ class Keeper:
             self._alone(lambda: metrics.add(line))
             self._alone(metrics.sync)
             self.state, self._scores = replace(self.state, unscored=True), {}
-            self._save()
+            self._save(beside=False)
             self.say.say(
                 f"the evaluation after step {self.state.step} failed, and the run is saved as it was before it; "
                 f"go on with: {ways.resume(self.out)}"
@@ -316,14 +320,26 @@ class Keeper:
         patience = self.settings.early_stopping
         return patience is not None and self.state.since_best >= patience
 
-    def _save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there."""
-        if self.saved == self.state.step:
-            return
+    def _save(self, *, beside: bool | None = None) -> None:
+        """Writes the checkpoint of this step, unless it is there.
+
+        Args:
+            beside: while training goes on; None as the settings say.
+        """
         self._meet()
-        saving.save(self.out, self.contents, self.state, self._scores)
-        self.mesh.told(lambda: checkpoint.prune(self.out, self.state, self.settings.keep_last))
-        self.saved = self.state.step
+        beside = self.settings.save_async if beside is None else beside
+        if self._saver.newest != self.state.step:
+            self._saver.save(self.state, self._scores, beside=beside)
+        if not beside:
+            self._saver.wait()
+
+    def _settled(self) -> str:
+        """Waits for a checkpoint under way; says what went wrong with it."""
+        try:
+            self._saver.wait()
+        except RunError as error:
+            return f"{LINE}{error}"
+        return ""
 
     def finish(self) -> tuple[Path, int]:
         """Puts the kept weights in their place in the folder and draws the loss.
@@ -334,7 +350,7 @@ class Keeper:
         Raises:
             RunError: when no step moved the weights; they are not put in their place.
         """
-        self._save()
+        self._save(beside=False)
         self._refuse_unmoved()
         step = self.state.best_step or self.state.step
         name = "adapter" if is_adapter(self.contents.whole) else "model"

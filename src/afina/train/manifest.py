@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FILE = "manifest.json"
@@ -15,7 +15,7 @@ def write(folder: Path, known: Mapping[str, str] | None = None) -> None:
 
     Args:
         folder: whose files these are.
-        known: the sha256 of those that other processes wrote, by their name in the folder.
+        known: the sha256 of those whose writers have told it, by their name in the folder.
     """
     known = known or {}
     names = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
@@ -29,6 +29,12 @@ def write(folder: Path, known: Mapping[str, str] | None = None) -> None:
     }
     text = json.dumps({"format": 1, "files": files}, indent=2)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def digests(folder: Path, inside: Iterable[Path]) -> dict[str, str]:
+    """The sha256 of files and of all files in folders, by their names in `folder`."""
+    every = [p for one in inside for p in (one.rglob("*") if one.is_dir() else [one])]
+    return {p.relative_to(folder).as_posix(): digest(p) for p in every if p.is_file()}
 
 
 def damage(folder: Path) -> list[str]:

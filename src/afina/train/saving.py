@@ -48,6 +48,8 @@ class Contents:
         record: what the adapter's card says of data and settings.
         mesh: the processes; all of them save, and one writes what all have.
         twin: of the edit, where no process has its tensors whole.
+        copy: of the edit, for checkpoints that are written beside training; None where a process has not all of it, or
+            writes none so.
     """
 
     edit: Edit
@@ -57,6 +59,7 @@ class Contents:
     record: Record
     mesh: Mesh = field(default_factory=OneProcess)
     twin: Edit | None = None
+    copy: Edit | None = None
 
     @property
     def whole(self) -> Edit:
@@ -69,8 +72,8 @@ class Values:
     """The values of a checkpoint.
 
     Attributes:
-        edit: whose tensors are saved by the one process that writes; None where all have pieces.
-        state: the optimiser's, where every process has all of it.
+        edit: whose tensors the one process that writes saves; None in the others, and where all have pieces.
+        state: the optimiser's, in the same way.
         pieces: what this process alone writes, by folder and name.
         random: the generators' states.
     """
@@ -87,8 +90,8 @@ def values_now(contents: Contents) -> Values:
     adapter = adapters.is_adapter(contents.whole)
     pieces = in_pieces.shared_out(mesh, contents.edit, contents.optimiser, adapter=adapter)
     return Values(
-        None if plan.shares_weights else contents.edit,
-        {} if plan.shares_state else contents.optimiser.state_tensors(),
+        contents.edit if mesh.writes and not plan.shares_weights else None,
+        contents.optimiser.state_tensors() if mesh.writes and not plan.shares_state else {},
         pieces,
         randomness.states(),
     )
@@ -176,7 +179,7 @@ class Saving:
         """Writes this process's files.
 
         Returns:
-            The sha256 of those that another process will list, by their name in the checkpoint.
+            Their sha256, by their name in the checkpoint.
         """
         return self._writing(self._write)
 
@@ -191,6 +194,8 @@ class Saving:
                 found[file.relative_to(self.temporary).as_posix()] = manifest.digest(file)
         if self.contents.mesh.writes:
             self._write_shared()
+            mine = [p for p in self.temporary.iterdir() if p.name not in self.values.pieces]
+            found |= manifest.digests(self.temporary, mine)
         return found
 
     def _write_shared(self) -> None:

@@ -35,7 +35,7 @@ OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads", "train.compile
 """Settings that stand in `Machine` as what they came to, so that "the best there is" is compared by what it was."""
 
 HARMLESS = (
-    "train.save_every", "train.keep_last", "train.tensorboard", "train.step_in_backward",
+    "train.save_every", "train.keep_last", "train.save_async", "train.tensorboard", "train.step_in_backward",
 )  # fmt: skip
 """Settings that change nothing of what is learnt or kept in the end."""
 

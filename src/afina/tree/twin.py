@@ -17,27 +17,29 @@ from torch import Tensor, nn
 from afina.tree.edit import Edit
 
 
-def twin_of(edit: Edit) -> Edit:
+def twin_of(edit: Edit, *, frozen: bool = False) -> Edit:
     """A copy of an edit and its model on the meta device. It costs no memory to speak of, and cannot be undone.
 
     Args:
         edit: whose tensors are whole; they may be on the meta device too.
+        frozen: what does not change in training is the very same in both, and not on the meta device.
     """
+    changing = {id(tensor) for tensor in (*edit.trainable().values(), *edit.state().values())}
     # What is found in the table is not copied: each tensor has its own twin there, tied ones the same.
     twins: dict[int, Any] = {}
     for module in edit.model.modules():
-        for parameter in module.parameters(recurse=False):
-            twins[id(parameter)] = nn.Parameter(
-                _empty(parameter), requires_grad=parameter.requires_grad
-            )
-        for buffer in module.buffers(recurse=False):
-            twins[id(buffer)] = _empty(buffer)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            same = frozen and id(tensor) not in changing
+            twins[id(tensor)] = tensor if same else _empty(tensor)
     twins |= {id(kept): _empty(kept) for kept in edit.snapshots.values()}
     return copy.deepcopy(edit, twins)
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
 
 
 @torch.no_grad()
