@@ -45,6 +45,7 @@ from afina.parallel.tensor_calls import (
 )
 from afina.parallel.tensor_place import CUT, Placed, marked, placed
 from afina.parallel.tensor_plan import WAY_OUT, Way, counts_in, refuse_size, ways_of
+from afina.parallel.watch import is_lost
 from afina.seams import ELSEWHERE
 from afina.tree import Delta
 from afina.tree.pieces import mark
@@ -81,7 +82,7 @@ class Slices:
         _take(model, self.placed, self.parts)
         _hook(model, ways, self.parts)
         if before is not None:
-            _refuse_other(model, before, _answer(model))
+            _refuse_other(model, before)
         self._copies = Copies(group)
         self._partial = [name for name in tensors if name in self.placed.partial]
         self._whole = [
@@ -195,15 +196,25 @@ def _answer(model: nn.Module) -> Tensor | None:
     return said
 
 
-def _refuse_other(model: nn.Module, before: Tensor, after: Tensor | None) -> None:
-    """Raises where a model says something else since it is shared out."""
-    if after is not None and after.shape == before.shape:
-        wide = torch.promote_types(before.dtype, torch.float32)
-        apart = (after.to(wide) - before.to(wide)).norm()
-        if apart <= WITHIN.get(before.dtype, 1e-4) * before.to(wide).norm():
+def _refuse_other(model: nn.Module, before: Tensor) -> None:
+    """Raises where a model says something else since it is shared out, or nothing at all."""
+    got = type(model).__name__
+    try:
+        after = _answer(model)
+        if after is not None and _near(after, before):
             return
+    except RuntimeError as error:
+        if is_lost(error):
+            raise
+        got = f"{got}: {error}"
     raise ConfigError(
         "parallel.tensor: this model does not compute the same when its matrices are shared out as its plan says",
-        got=type(model).__name__,
+        got=got,
         cure=WAY_OUT,
     )
+
+
+def _near(after: Tensor, before: Tensor) -> bool:
+    wide = torch.promote_types(before.dtype, torch.float32)
+    within = WITHIN.get(before.dtype, 1e-4) * before.to(wide).norm()
+    return after.shape == before.shape and bool((after.to(wide) - before.to(wide)).norm() <= within)

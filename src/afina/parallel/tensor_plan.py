@@ -83,10 +83,10 @@ def ways_of(model: nn.Module) -> dict[str, Way]:
     if not plan:
         raise refused_without(type(model).__name__)
     modules = {n: m for n, m in _own(model) if n}
-    tensors = {n for n, _ in model.named_parameters()}
+    tensors = [n for n, _ in model.named_parameters()]
     experts = [n for n, style in _matched(plan, modules) if WAYS.get(style) == "experts"]
     found: dict[str, Way] = {}
-    for name, style in _matched(plan, {*modules, *tensors}):
+    for name, style in _matched(plan, [*modules, *tensors]):
         if style in OF_EXPERTS and any(name.startswith(f"{e}.") for e in experts):
             continue
         way = WAYS.get(style)
