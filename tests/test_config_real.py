@@ -22,7 +22,12 @@ from afina.data.settings import DataSettings
 from afina.errors import ConfigError
 from afina.table import TECHNIQUES
 
-GROUPS = {"data": DataSettings, "train": TrainSettings, "eval": EvalSettings, "parallel": ParallelSettings}
+GROUPS = {
+    "data": DataSettings,
+    "train": TrainSettings,
+    "eval": EvalSettings,
+    "parallel": ParallelSettings,
+}
 LEAVES = [path for path in Shape(GROUPS, TECHNIQUES).leaves() if path[0] in (*GROUPS, "techniques")]
 HEAD = "model: m\ndata:\n  source: d.jsonl\n"
 SOME = {path: path[-1] for path in LEAVES if path != ("data", "source")}
@@ -158,7 +163,16 @@ def _of(key: str, layers: Any, fresh: Any) -> str:
 def _saved_says_the_same(made: Resolved[DataSettings]) -> None:
     """Every line with a value has its origin behind it, and the file makes the same configuration again."""
     text = dump(made)
-    groups = {"data:", "train:", "eval:", "parallel:", "techniques:", "answers:", "- lora:", "- full:"}
+    groups = {
+        "data:",
+        "train:",
+        "eval:",
+        "parallel:",
+        "techniques:",
+        "answers:",
+        "- lora:",
+        "- full:",
+    }
     told: list[str] = []
     for line in text.splitlines():
         bare, mark, origin = line.rpartition("  # ")

@@ -130,9 +130,7 @@ def test_a_part_of_several_techniques_knows_its_base(made: Path, tmp_path: Path)
     assert rounded.technique.kind == "nf4"
     with pytest.raises(AdapterError, match="different weights of one base"):
         afina.combine([(made / "packed" / "lora", 1), (made / "plain", 1)], tmp_path / "out")
-    out = afina.combine(
-        [(made / "stack" / "lora", 1), (made / "plain", 1)], tmp_path / "out"
-    ).out
+    out = afina.combine([(made / "stack" / "lora", 1), (made / "plain", 1)], tmp_path / "out").out
     assert read_source(out).record == whole.record
 
 

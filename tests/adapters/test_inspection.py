@@ -218,7 +218,9 @@ def test_an_adapter_of_several_techniques(tmp_path: Path) -> None:
     assert f"{tmp_path}/a/lora: lora" in said
     assert f"{tmp_path}/a/prompt: prompt" in said
     plot(found.every_row, tmp_path / "a.png")
-    with pytest.raises(AdapterError, match=r"several techniques in one[^$]*name the one that is a sum"):
+    with pytest.raises(
+        AdapterError, match=r"several techniques in one[^$]*name the one that is a sum"
+    ):
         combine({tmp_path / "a": 1.0}, tmp_path / "c")
     combine({tmp_path / "a/lora": 1.0}, tmp_path / "c")
     with pytest.raises(AdapterError, match="is none"):

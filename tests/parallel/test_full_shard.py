@@ -12,26 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from afina.config import ParallelSettings
-from afina.errors import ConfigError
 from afina.models.blocks import Blocks, Recompute
 from afina.models.forward import own_attention, packing
-from afina.parallel.full_shard import FullShards, Sum
-from afina.parallel.held import refuse_offload
-from afina.parallel.plan import Plan
+from afina.parallel.full_shard import Sum
 from afina.parallel.processes import Processes
 from afina.parallel.runtime import OneProcess
-from afina.parallel.units import units_of
 from afina.seams.calls import instead
-from afina.table import apply
-from afina.techniques.full import Full
-from afina.techniques.lora import LoRA
 from afina.train.loop import backward
 from afina.train.validate import mean_loss
 from afina.train.window import Micro
 from tests.parallel.parity import Case, Found, edited, joined, run, whole, windows, work_of
 from tests.parallel.pool import Failed, Pool
 from tests.parallel.test_zero import same
-from tests.tiny import tiny_llama
 
 pytestmark = pytest.mark.dist
 
@@ -53,8 +45,7 @@ def gradients(
     with packing(edit.model, True), around(edit.model):
         backward(work, mesh.share(windows(case)[0]), 0)
         mesh.reduce(edit.trainable())
-        found = whole(mesh.own(edit.trainable()))
-    return found
+        return whole(mesh.own(edit.trainable()))
 
 
 def equal(found: Sequence[Gradients], expected: Gradients, *, atol: float = 1e-9) -> None:
