@@ -96,7 +96,7 @@ def test_a_ramp_goes_evenly_from_one_share_to_the_other() -> None:
         [0.25, 0.4, 0.55, 0.7, 0.85, 1, 1]
     )
     assert counts(up, step=1) == [4, 2, 3, 3]
-    assert entry_of(up).share(400) == 1.0
+    assert entry_of(up).kept(400) == 1.0
 
 
 def test_blocks_are_all_but_the_first_and_the_last_or_those_that_are_named() -> None:
