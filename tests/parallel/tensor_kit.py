@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from afina.config import ParallelSettings
+from afina.techniques.prefix import PrefixTuning
 from tests.parallel import parity
 from tests.parallel.parity import Case, Found, joined, run
 from tests.tiny import tiny_gemma2, tiny_llama, tiny_qwen2
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     ),
 }
 parity.FAMILIES.update(FAMILIES)
+parity.TECHNIQUES["prefix"] = PrefixTuning(tokens=3)
 
 
 @functools.cache

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
+import torch
+from transformers import DynamicCache
 
 from afina.config import ParallelSettings
-from tests.parallel.parity import Case
+from afina.models.forward import own_attention, packing
+from afina.parallel.processes import Processes
+from afina.parallel.runtime import OneProcess
+from afina.train.loop import backward
+from afina.train.validate import mean_loss
+from tests.parallel.parity import Case, edited, windows, work_of
 from tests.parallel.pool import Pool
 from tests.parallel.tensor_kit import FAMILIES, check_all, runs
 
@@ -25,7 +34,8 @@ def test_gradients_are_those_of_one_process(pool: Pool) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_beside_processes_with_other_rows(pool: Pool, zero: int) -> None:
-    cases = [Case("lora"), Case("full", 1)] if zero else CASES[::3]
+    adam = [Case("lora", 1, optimizer="adamw"), Case("full", optimizer="adamw")]
+    cases = adam if zero else CASES[::3]
     check_all(cases, pool.run(4, runs, cases, ParallelSettings(tensor=2, zero=zero)))
 
 
@@ -43,3 +53,47 @@ def test_families(pool: Pool, family: str) -> None:
 def test_blocks_that_run_again_in_backward(pool: Pool) -> None:
     cases = [Case("lora", recompute=True), Case("full", 1, recompute=True)]
     check_all(cases, pool.run(2, runs, cases, ParallelSettings(tensor=2)))
+
+
+@pytest.mark.parametrize("technique", ["lora", "prefix"])
+def test_validation_and_generation(pool: Pool, technique: str) -> None:
+    expected = validated(technique, None)
+    for found in pool.run(2, validated, technique, ParallelSettings(tensor=2)):
+        assert found.loss == pytest.approx(expected.loss, abs=1e-9)
+        assert found.ids == expected.ids
+        # The cache has the heads of this process alone.
+        assert found.heads == expected.heads // 2
+        assert found.later == pytest.approx(expected.later, abs=1e-9)
+
+
+class Validated(NamedTuple):
+    """Mean loss of validation rows, what is generated, heads in its cache, and the loss of a training pass after."""
+
+    loss: float
+    ids: list[list[int]]
+    heads: int
+    later: float
+
+
+def validated(technique: str, settings: ParallelSettings | None) -> Validated:
+    case = Case(technique, 1, rows=5)
+    mesh: Any = OneProcess() if settings is None else Processes(settings)
+    edit = edited(case)
+    work = work_of(case, mesh, edit)
+    rows, later = windows(case)
+    with packing(edit.model, True):
+        loss = mean_loss(edit.model, work.cut(mesh.share(rows)), work.passes, mesh)
+        own = "eager" if technique == "lora" else "eager_with_prefix"
+        with mesh.opened(), torch.no_grad(), own_attention(edit.model, own):
+            model: Any = edit.model.eval()
+            cache = DynamicCache()
+            ids = model.generate(
+                torch.tensor([[5, 9, 11], [7, 3, 4]]),
+                max_new_tokens=6,
+                do_sample=False,
+                pad_token_id=0,
+                cache=cache,
+            )
+        then = backward(work, mesh.share(later), 0).loss
+    heads = cache.layers[0].keys.shape[1]
+    return Validated(loss, ids.tolist(), heads, then)
