@@ -262,7 +262,7 @@ def test_an_option_of_a_technique_that_is_not_taken_and_none_at_all_are_told_as_
 def test_skipped_steps_are_told_at_the_end_and_in_the_result(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from afina.train import loop
+    from afina.train import window
 
     found: list[int] = []
 
@@ -271,8 +271,8 @@ def test_skipped_steps_are_told_at_the_end_and_in_the_result(
         found.append(1)
         return losses * float("nan") if len(found) == 1 else losses
 
-    counted = loop.counted
-    monkeypatch.setattr(loop, "counted", once)
+    counted = window.counted
+    monkeypatch.setattr(window, "counted", once)
     words = ["--steps", "3", "--rows-per-step", "4", "--on-nan", "skip"]
     assert main([*COMMON, *words]) == 0
     assert "done: 3 steps (1 of 3 skipped), loss" in capsys.readouterr().err

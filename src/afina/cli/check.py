@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from afina.cli import train as train_verb
+from afina.cli.processes import several
 from afina.cli.starting import head_for, quantiser_of, scoring, sources_of, start_from
 from afina.errors import AfinaError, ConfigError, TechniqueError
 from afina.places import exists, local
@@ -52,6 +53,8 @@ def command(
 
     refuse_unwritable(json_file, force=force)
     resolved = _resolved(given)
+    hub = {"token": given["token"], "offline": given["offline"] or None}
+    several(given).refuse(resolved, hub, goes_on=given["resume"])
     settings = resolved.config
     read = (given[name] for name in ("model", "config", "init_from", "out"))
     refuse_over_inputs([json_file], (settings.model, settings.source, settings.val, *read))

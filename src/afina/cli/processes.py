@@ -71,6 +71,27 @@ class Several:
         refuse_several(plan, settings.train, [one.key for one in settings.techniques])
         return plan
 
+    def refuse(self, resolved: Any, hub: Mapping[str, Any], *, goes_on: bool) -> None:
+        """Raises for what the processes cannot do with this model, which its config says.
+
+        Args:
+            resolved: the configuration.
+            hub: where models are from, as `afina.load` takes it.
+            goes_on: as `plan`.
+
+        Raises:
+            ConfigError: saying what would do.
+        """
+        from afina.cli.starting import quantiser_of
+        from afina.models.hub import config_of
+        from afina.models.hub import resolve as located
+        from afina.parallel.refusals import facts_of, refuse
+
+        plan, settings = self.plan(resolved, goes_on=goes_on), resolved.config
+        if plan.processes > 1:
+            place = located(settings.model, revision=settings.revision, **hub)
+            refuse(plan, facts_of(config_of(place), packed=quantiser_of(settings) is not None))
+
     def _among(self) -> int:
         from afina.parallel.processes import started
 

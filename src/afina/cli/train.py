@@ -233,9 +233,6 @@ def _refuse_early(
     reads: Mapping[str, Any],
 ) -> None:
     """Raises for what can be known before a model is read: said once, however many processes there will be."""
-    from afina.models.hub import config_of
-    from afina.models.locate import resolve as located
-    from afina.parallel.refusals import facts_of, refuse
     from afina.table import check
     from afina.train import folder
 
@@ -245,10 +242,7 @@ def _refuse_early(
         folder.refuse_used(out, **way)
         folder.refuse_inside(out, reads)
         folder.refuse_busy(out)
-    plan = processes.plan(resolved, goes_on=way["resume"])
-    if plan.processes > 1:
-        place = located(settings.model, revision=settings.revision, **hub)
-        refuse(plan, facts_of(config_of(place), packed=quantiser_of(settings) is not None))
+    processes.refuse(resolved, hub, goes_on=way["resume"])
 
 
 def _run(
