@@ -14,6 +14,7 @@ import torch
 import typer
 
 import afina.cli
+from afina.adapters import files
 from afina.config import load_config
 from afina.data.settings import DataSettings
 from afina.table import TECHNIQUES
@@ -138,9 +139,14 @@ def test_the_examples_of_the_python_page_run(
 ) -> None:
     model = save_model(tmp_path / "model", tiny_llama(), byte_tokenizer())
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
+    for run in ("calls", "chat"):
+        made = afina.apply(tiny_llama(), [afina.LoRA(rank=2)], seed=1)
+        files.save(made, tmp_path / "runs" / run / "adapter", base="tiny")
+    names: dict[str, Any] = {"chat_prompt": "hello"}
     for source in blocks("python", "docs/python.md"):
         exec(source.replace('"smollm2-135m"', repr(str(model))), names)
+        if "runs/chat/adapter" in source:
+            names["chat"].undo()  # the page goes on with the base
     assert len(names["answers"]) == 2
     assert names["scores"].n == 1
     assert names["scores"].counts["accuracy"] == 1
