@@ -66,6 +66,10 @@ class Copies:
         """All is there."""
         return nullcontext()
 
+    def kept(self, *, train: bool) -> AbstractContextManager[None]:
+        """All is there."""
+        return nullcontext()
+
     def begin(self) -> None:
         """Nothing to prepare."""
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from afina.parallel.copies import Copies, Groups, reduce_scatter, sum_up
+from afina.parallel.pipeline_stage import Left
 from afina.parallel.runtime import Micro, Named, there_and_back
 from afina.parallel.units import Unit, units_of
 from afina.parallel.zero import shard_of
@@ -47,9 +48,14 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, call: Callable[[], T]) -> T:
-        """What the call gives."""
-        return call()
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """What the call gives; of a pass that ends within the model (a pipeline's stage) how it ended."""
+        try:
+            found = call()
+        except Left as left:
+            # A result too: what runs backward from it gathers weights.
+            return left, _own(left.hidden_BTD)
+        return _own(found) if isinstance(found, Tensor) else found
 
 
 class Sum:
@@ -89,6 +95,7 @@ class FullShards:
         groups: of the processes.
         mesh: of those that share a copy out.
         offload: pieces lie in the CPU, and are gathered on the GPU.
+        holds: whether a parameter of the model is here, by name; others (of a pipeline's other stages) are let be.
 
     Raises:
         ConfigError: tensors that cannot be shared out together.
@@ -105,6 +112,7 @@ class FullShards:
         mesh: DeviceMesh,
         *,
         offload: bool = False,
+        holds: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self._model, self._groups = model, groups
         self._scalars = {n: p for n, p in tensors.items() if not p.dim()}
@@ -112,8 +120,15 @@ class FullShards:
             n: shard_of(p, groups) if p.dim() else _alone(p, groups) for n, p in tensors.items()
         }
         self._copies, self._sum = Copies(groups.data), Sum()
-        self.units = units_of(model, tensors)
-        self.root = _shared_out(model, self.units, mesh, self._sum, offload=offload)
+        # Looked up before any of them is exchanged.
+        here = {name for name, _ in model.named_parameters() if holds(name)}
+        self.units = [
+            unit
+            for unit in units_of(model, tensors)
+            if any(n.startswith(f"{unit.name}.") for n in here)
+        ]
+        gone = {p for n, p in model.named_parameters() if n not in here or not p.dim()}
+        self.root = _shared_out(model, self.units, mesh, self._sum, gone, offload=offload)
         self._own: dict[str, nn.Parameter] = {}
         self._ready, self._opened = False, 0
 
@@ -133,6 +148,8 @@ class FullShards:
         found = self.root(call)
         if not torch.is_grad_enabled() and not self._opened:
             self.root.reshard()  # no backward pass will do it
+        if isinstance(found, tuple) and isinstance(found[0], Left):
+            raise Left(found[1])
         return found
 
     @contextmanager
@@ -150,6 +167,35 @@ class FullShards:
             self._opened -= 1
             if not self._opened:
                 self.root.reshard()
+
+    @contextmanager
+    def kept(self, *, train: bool) -> Generator[None, None, None]:
+        """Inside the block weights stay gathered from one pass to the next, and gradients are summed at its end.
+
+        For passes that processes make in different numbers, and forwards before the backwards of others: a pipeline's.
+        """
+        modules: list[Any] = [*(unit.module for unit in self.units), self.root]
+        with self.opened():
+            for module in modules:
+                module.unshard()
+            self._talks(False)
+            try:
+                yield
+                self._talks(True)
+                if train:
+                    # A pass of nothing, whose backward sums what all of them left.
+                    self.root(lambda: torch.zeros((), requires_grad=True) + 0).backward()
+            finally:
+                self._talks(True)
+                for module in modules:
+                    module.reshard()
+
+    def _talks(self, talks: bool) -> None:
+        """Whether weights come and go with each pass, and gradients are summed in it."""
+        self.root.set_reshard_after_forward(talks)
+        self.root.set_reshard_after_forward(False, recurse=False)
+        self.root.set_reshard_after_backward(talks)
+        self.root.set_requires_gradient_sync(talks)
 
     def begin(self) -> None:
         """Nothing to prepare."""
@@ -190,6 +236,11 @@ class FullShards:
         """The next pass gathers what has moved."""
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """Not a view of another: something done to that in place would lose the hook that gathers weights in backward."""
+    return tensor if tensor._base is None else tensor.clone()  # pyright: ignore[reportPrivateUsage]
+
+
 def _alone(parameter: nn.Parameter, groups: Groups) -> Piece:
     """Of a tensor without dimensions, which stays whole in all processes."""
     base, first = piece_of(parameter), groups.data.rank() == 0
@@ -201,12 +252,12 @@ def _shared_out(
     units: list[Unit],
     mesh: DeviceMesh,
     total: Sum,
+    whole: set[nn.Parameter],
     *,
     offload: bool,
 ) -> Any:
-    """The root of a model whose tensors are shared out, unit by unit."""
+    """The root of a model whose tensors are shared out, unit by unit; less those that are let be."""
     root = Root(model)
-    whole = {p for p in model.parameters() if not p.dim()}
     # A unit that holds others comes after them, and takes what they leave.
     modules: list[tuple[nn.Module, bool]] = [(unit.module, True) for unit in units]
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()

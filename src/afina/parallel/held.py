@@ -45,6 +45,14 @@ class Held(Protocol):
         """Inside the block the model may be called by anyone, without a gradient and in all processes alike."""
         ...
 
+    def kept(self, *, train: bool) -> AbstractContextManager[None]:
+        """Inside the block passes of a window follow each other as they like; processes make any number of them.
+
+        Args:
+            train: they are run backward.
+        """
+        ...
+
     def begin(self) -> None:
         """Before the first pass of a window."""
         ...
@@ -83,7 +91,9 @@ def held(mesh: Processes, model: nn.Module, tensors: Named) -> Held:
         return Copies(groups.data)
     if plan.zero == 3:
         refuse_offload(plan, mesh.device)
-        return FullShards(model, tensors, groups, mesh.mesh["shard"], offload=plan.offload)
+        return FullShards(
+            model, tensors, groups, mesh.mesh["shard"], offload=plan.offload, holds=mesh.holds
+        )
     return Shards(tensors, groups, every_round=plan.zero > 1, early=plan.pipeline == 1)
 
 

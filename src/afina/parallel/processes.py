@@ -197,7 +197,8 @@ class Processes:
         if train:
             self._held.begin()
         if self._pipeline is not None:
-            shares = self._pipeline.through(micros, train=train)
+            with self._held.kept(train=train):
+                shares = self._pipeline.through(micros, train=train)
             if train:
                 self._held.passed(self._mine(tensors))
             return shares
