@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from afina.ops.loss import linear_cross_entropy
+from afina.ops.loss import Part, linear_cross_entropy
 from afina.ops.reference import token_losses
 from afina.types import IGNORE
 from tests.ops.test_tiles_memory import Ledger
@@ -210,3 +213,59 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     hidden, weight, _, targets = draw(6, 4, 9)
     with pytest.raises(ValueError, match="do not belong together"):
         linear_cross_entropy(hidden, weight, targets[:5])
+
+
+class Talk:
+    """Threads that each have a part, and what they tell each other."""
+
+    def __init__(self, parts: int) -> None:
+        self.barrier = threading.Barrier(parts, timeout=30)
+        self.told: dict[int, Tensor] = {}
+
+    def all(self, part: int, put: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+        def say(value: Tensor) -> Tensor:
+            self.told[part] = value.detach().clone()
+            self.barrier.wait()
+            found = put(torch.stack(list(self.told.values())))
+            self.barrier.wait()
+            return found
+
+        return say
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("cap", [None, 2.5])
+def test_parts_of_a_vocabulary_give_the_loss_of_the_whole(trains: bool, cap: float | None) -> None:
+    hidden, weight, bias, targets = draw(14, 5, 18)
+    h, w = hidden.clone().requires_grad_(True), weight.clone().requires_grad_(trains)
+    whole = linear_cross_entropy(h, w, targets, bias_V=bias, scale=0.7, softcap=cap)
+    (whole * torch.arange(14)).sum().backward()
+    talk = Talk(3)
+
+    def one(number: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        mine = slice(number * 6, number * 6 + 6)
+        h, w = hidden.clone().requires_grad_(True), weight[mine].clone().requires_grad_(trains)
+        part = Part(
+            number * 6,
+            lambda x: x,
+            talk.all(number, lambda x: x.amax(0)),
+            talk.all(number, lambda x: x.sum(0)),
+        )
+        # Pieces of four positions.
+        losses = linear_cross_entropy(
+            h, w, targets, bias_V=bias[mine], scale=0.7, softcap=cap, part=part, piece_bytes=200
+        )
+        (losses * torch.arange(14)).sum().backward()
+        assert h.grad is not None
+        return losses.detach(), h.grad, w.grad
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(one, range(3)))
+    for losses, _, _ in found:
+        torch.testing.assert_close(losses, whole.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(sum(f[1] for f in found), h.grad, rtol=0, atol=1e-12)
+    if trains:
+        together = torch.cat([f[2] for f in found if f[2] is not None])
+        torch.testing.assert_close(together, w.grad, rtol=0, atol=1e-12)
+    else:
+        assert all(f[2] is None for f in found)

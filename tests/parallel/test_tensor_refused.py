@@ -25,6 +25,7 @@ from afina.table import apply
 from afina.techniques.bottleneck import Bottleneck, BottleneckDelta
 from afina.techniques.lora import LoRA
 from afina.techniques.sublayers import sublayers
+from afina.techniques.trainable_tokens import TrainableTokens
 from tests.parallel.parity import Case, edited, run
 from tests.parallel.pool import Failed, Pool
 from tests.parallel.tensor_kit import FAMILIES, SIZES, check
@@ -48,30 +49,60 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
     refuse_size(3, counts_of(config))
     with torch.device("meta"):
         model = tiny_llama(**SMOLLM2)
-    assert sizes(counts_in(model, ways_of(model))) == [1, 3]
+    assert sizes(counts_in(model, ways_of(model, 2))) == [1, 3]
     # Heads and not numbers: 576 rows of a weight could be cut in two.
     with pytest.raises(ConfigError, match="9 heads of q_proj"):
-        refuse_size(2, counts_in(model, ways_of(model)))
+        refuse_size(2, counts_in(model, ways_of(model, 2)))
 
 
 def test_experts_are_shared_out_by_their_number() -> None:
     model = FAMILIES["mixtral"](num_local_experts=6, num_attention_heads=4, num_key_value_heads=4)
     assert sizes(counts_of(model.config)) == [1, 2]
-    found = placed(model, ways_of(model), Which(1, 2))
+    found = placed(model, ways_of(model, 2), Which(1, 2))
     assert found.pieces["model.layers.0.mlp.experts.down_proj"].box[0] == (3, 6)
     assert found.pieces["model.layers.0.mlp.gate.weight"].whole
     with pytest.raises(ConfigError, match="6 experts"):
-        refuse_size(4, counts_in(model, ways_of(model)))
+        refuse_size(4, counts_in(model, ways_of(model, 2)))
+
+
+def test_ends_are_shared_out_where_they_can_be() -> None:
+    ends = {"model.embed_tokens": "vocabulary", "lm_head": "head"}
+
+    def found(model: Any) -> dict[str, str]:
+        return {name: way for name, way in ways_of(model, 2).items() if "layers" not in name}
+
+    assert found(tiny_llama()) == found(tiny_llama(tie_word_embeddings=True)) == ends
+    for model in (tiny_llama(), tiny_llama(tie_word_embeddings=True)):
+        pieces = placed(model, ways_of(model, 2), Which(1, 2)).pieces
+        assert all(
+            p.box[0] == (130, 260)
+            for n, p in pieces.items()
+            if "layers" not in n and "norm" not in n
+        )
+    assert found(tiny_llama(vocab_size=261)) == {}
+    tied = tiny_llama(tie_word_embeddings=True)
+    del tied._tp_plan["lm_head"]
+    assert found(tied) == {}
+    loose = tiny_llama()
+    del loose._tp_plan["lm_head"]
+    assert found(loose) == {"model.embed_tokens": "vocabulary"}
+    # What wants whole rows.
+    model = tiny_llama()
+    apply(model, [TrainableTokens(tokens=(3,))])
+    assert found(model) == {}
+    model = tiny_llama()
+    apply(model, [LoRA(rank=2, target=("embed_tokens", "lm_head"))])
+    assert found(model) == ends
 
 
 def test_models_without_a_plan_and_unknown_strings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="does not say how") as refused:
-        ways_of(tiny_gpt2())
+        ways_of(tiny_gpt2(), 2)
     assert "GPT2LMHeadModel" in str(refused.value)
     model = tiny_llama()
     model._tp_plan["model.layers.*.self_attn.o_proj"] = "rowwise_of_some_kind"
     with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.o_proj: rowwise_of_some_kind"):
-        ways_of(model)
+        ways_of(model, 2)
     config = LlamaConfig(**SIZES)
     config.base_model_tp_plan = {"layers.*.self_attn": "local_params"}
     with pytest.raises(ConfigError, match="local_params"):
@@ -79,7 +110,7 @@ def test_models_without_a_plan_and_unknown_strings_are_refused_by_name() -> None
     model = tiny_llama()
     model._tp_plan["model.norm"] = "colwise"
     with pytest.raises(ConfigError, match=r"model\.norm: LlamaRMSNorm"):
-        ways_of(model)
+        ways_of(model, 2)
 
 
 @pytest.mark.parametrize("key", ["token_pruning", "quantize"])
@@ -92,26 +123,26 @@ def test_techniques_that_cannot_are_refused_with_the_reason(key: str) -> None:
 def test_children_that_cannot_do_a_part_are_refused() -> None:
     model = tiny_llama()
     apply(model, [Bottleneck()])
-    placed(model, ways_of(model), Which(0, 2))
+    placed(model, ways_of(model, 2), Which(0, 2))
     # Beside a map, and not beside the sublayer that it ends.
     place = next(s for s in sublayers(model) if s.role == "attention")
     model.model.layers[0].self_attn.o_proj.bottleneck = BottleneckDelta(place, Bottleneck())
     with pytest.raises(
         ConfigError, match=r"bottleneck acts at model\.layers\.0\.self_attn\.o_proj"
     ):
-        placed(model, ways_of(model), Which(0, 2))
+        placed(model, ways_of(model, 2), Which(0, 2))
     model = tiny_llama()
     edit = apply(model, [Bottleneck(kind="parallel")])
     delta = next(iter(edit.deltas.values()))
     delta.listens = lambda: (model.model.layers[0].mlp.up_proj,)  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="bottleneck reads what a map is given"):
-        placed(model, ways_of(model), Which(0, 2))
+        placed(model, ways_of(model, 2), Which(0, 2))
 
 
 def test_dropout_beside_shared_experts_is_refused() -> None:
     model = FAMILIES["mixtral"]()
     edit = apply(model, [LoRA(rank=2, target=("experts",), dropout=0.1)])
-    found = placed(model, ways_of(model), Which(0, 2))
+    found = placed(model, ways_of(model, 2), Which(0, 2))
     name, delta = next(iter(edit.deltas.items()))
     with pytest.raises(TechniqueError, match="dropout"):
         delta.shared_out(found.shares[name])

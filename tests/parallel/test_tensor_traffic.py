@@ -84,7 +84,9 @@ def test_collectives_are_those_of_the_table(pool: Pool, processes: int, zero: in
             told = Counter[int]()
             for number, rows in enumerate(passes):
                 line = sum(len(row.tokens) for row in rows)
-                stated = tensor_traffic(plan, model, trains, line, 1, recompute=case.recompute)
+                labels = sum(row.trained_tokens for row in rows)
+                how = {"labels": labels, "recompute": case.recompute}
+                stated = tensor_traffic(plan, model, trains, line, 1, **how)
                 # What is said once a step is not said again.
                 once = [m for m in stated if m.of not in ONCE or not number]
                 for message in once:
@@ -132,9 +134,10 @@ def all_held(cases: list[Case], settings: ParallelSettings) -> list[dict[str, in
 
 
 def by_formula(case: Case) -> dict[str, int]:
-    """Matrices of the blocks and what of adapters lies along their cut side are halved; the rest is whole."""
+    """Matrices, and what of adapters lies along their cut side, are halved; norms and the rest are whole."""
     edit = edited(case)
-    cut = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    ends = ("embed_tokens", "lm_head")
+    cut = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", *ends), ("o_proj", "down_proj")
     sizes: dict[str, int] = {}
     for name, parameter in edit.model.named_parameters():
         halves = [f"{o}.{own}" for o in cut[0] for own in ("weight", "lora.b")]

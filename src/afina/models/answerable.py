@@ -58,7 +58,7 @@ def refuse_unanswerable(model: Any, tokenizer: Any, ids: Sequence[int], named: s
         raise ModelError(
             f"{named} has a token that the model has no embedding for",
             got=f"{text}id {strange[0]}",
-            wanted=f"ids from 0 to {model.get_input_embeddings().weight.shape[0] - 1}",
+            wanted=f"ids from 0 to {seams.vocabulary(model) - 1}",
             cure="take it out of the prompt, or use the tokenizer that the model was trained with",
         )
     limit = context_of(model)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from afina import seams
-from afina.ops.loss import linear_cross_entropy
+from afina.ops.loss import Part, linear_cross_entropy
 from afina.ops.prefix import knowing
 from afina.tree import front_of
 
@@ -49,6 +49,7 @@ class Head:
             bias_V=bias_V,
             scale=self.scale,
             softcap=self.softcap,
+            part=_part(self.linear),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -78,10 +79,17 @@ def head_of(model: nn.Module) -> Head | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the head is a linear that nothing acts beside."""
+    """Whether the head is a linear that nothing acts beside; one that processes share out puts its parts together."""
     weight = getattr(module, "weight", None)
-    alone = not list(module.children()) and not module._forward_hooks
+    hooks = len(module._forward_hooks) - (_part(module) is not None)
+    alone = not list(module.children()) and not hooks
     return alone and isinstance(weight, nn.Parameter) and weight.is_floating_point()
+
+
+def _part(module: nn.Module) -> Part | None:
+    """Which part of the head is here; None where it is whole."""
+    found = getattr(module, seams.PART, None)
+    return found if isinstance(found, Part) else None
 
 
 def _agrees(model: nn.Module, head: Head) -> bool:

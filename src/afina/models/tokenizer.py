@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from .. import seams
 from ..errors import DataError, ModelError, counted
 from ..types import Row
 
@@ -67,7 +68,7 @@ def check_vocabulary(source: Any, model: Any, tokenizer: Any) -> None:
     Raises:
         ModelError: ordinary tokens are outside.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = seams.vocabulary(model)
     if len(tokenizer) <= rows:
         return
     beyond = {name: id for name, id in tokenizer.get_vocab().items() if id >= rows}
@@ -90,7 +91,7 @@ def check_vocabulary(source: Any, model: Any, tokenizer: Any) -> None:
 
 def outside(model: Any, ids: Iterable[int]) -> list[int]:
     """The ids that the model has no embedding for."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = seams.vocabulary(model)
     return sorted({id for id in ids if not 0 <= id < rows})
 
 
@@ -100,7 +101,7 @@ def refuse_outside(model: Any, tokenizer: Any, rows: Iterable[Row]) -> None:
     Raises:
         DataError: naming the row and the token.
     """
-    size = model.get_input_embeddings().weight.shape[0]
+    size = seams.vocabulary(model)
     for row in rows:
         if max(row.tokens, default=0) >= size:
             strange = outside(model, row.tokens)[0]

@@ -7,6 +7,9 @@ pass, the gradient ∂loss_n/∂h_n = Σ_v (softmax(z)_nv − [v = target(n)]) �
 when the head is frozen, for each position's gradient is only scaled by what comes from above. A head that trains needs
 that factor first, so its pieces are computed again in backward.
 
+Where processes share the vocabulary out, each computes the logits of its own part, and the largest of them, their sum
+and the target's are found over all parts; the gradient of h is then a part of a sum.
+
 Legend: N trained positions, D width, V vocabulary, C positions of a piece.
 
 Source: the softmax's gradient, by hand. Pieces as in "Cut Your Losses", Wijmans et al. 2024, arXiv 2411.09009, and
@@ -16,12 +19,30 @@ Liger's fused linear cross-entropy, whose formulas (not code) agree with these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from afina.types import IGNORE
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a vocabulary that this process has the head of.
+
+    Attributes:
+        first: its first id.
+        enter: (hidden) -> the same, its gradient summed over the parts.
+        most, total: (tensor) -> its largest, or its sum, over the parts.
+    """
+
+    first: int
+    enter: Callable[[Tensor], Tensor]
+    most: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
+
 
 PIECE_BYTES = 64 * 2**20
 """Size of the widest buffer of a piece: large enough for matrix products at full rate."""
@@ -35,17 +56,19 @@ def linear_cross_entropy(
     bias_V: Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    part: Part | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> Tensor:
     """Minus the log-probability of each target (N,), in fp32 or wider; differentiable in hidden, weight and bias.
 
     Args:
         hidden_ND: final hidden states of the trained positions.
-        weight_VD: the head.
+        weight_VD: the head, or the part of it that is here.
         targets_N: ids; where IGNORE, the loss is 0 and has no gradient.
-        bias_V: of the head.
+        bias_V: of the head, as the weight.
         scale: factor of the logits (Cohere's, Granite's).
         softcap: logits become softcap·tanh(logits / softcap) (Gemma 2's).
+        part: which part of the head is here; None where it is whole. All processes ask alike.
         piece_bytes: bound of the widest buffer, in bytes.
 
     Returns:
@@ -59,16 +82,20 @@ def linear_cross_entropy(
             f"hidden {tuple(hidden_ND.shape)}, head {tuple(weight_VD.shape)} and targets "
             f"{tuple(targets_N.shape)} do not belong together"
         )
-    head = _Head(scale, softcap, piece_bytes)
+    head = _Head(scale, softcap, piece_bytes, part)
+    hidden_ND = hidden_ND if part is None else part.enter(hidden_ND)
     apply = cast("Callable[..., Tensor]", _LinearCrossEntropy.apply)  # pyright: ignore[reportUnknownMemberType]
     return apply(hidden_ND, weight_VD, bias_V, targets_N, head)
 
 
 class _Head:
-    """How logits follow from products, and how many positions go at once."""
+    """How logits follow from products, how many positions go at once, and which part of the vocabulary is here."""
 
-    def __init__(self, scale: float, softcap: float | None, piece_bytes: int) -> None:
+    def __init__(
+        self, scale: float, softcap: float | None, piece_bytes: int, part: Part | None
+    ) -> None:
         self.scale, self.softcap, self.piece_bytes = scale, softcap, piece_bytes
+        self.part = part
 
     def pieces(self, positions: int, vocabulary: int, wide: torch.dtype) -> Iterator[slice]:
         """Slices of the positions, as even as may be."""
@@ -138,9 +165,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
             logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, head, room)
             bend_CV = head.bend(logits_CV) if ahead else None
-            losses_N[part], total_C1 = _losses_(logits_CV, targets_N[part])
+            losses_N[part], total_C1 = _losses_(logits_CV, targets_N[part], head.part)
             if gradient_ND is not None:
-                slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV)
+                slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV, head.part)
                 torch.mm(room.narrowed(slope_CV), weight_VD, out=gradient_ND[part])
         ctx.head = head
         ctx.ahead = ahead
@@ -166,8 +193,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in ctx.head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
             logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, ctx.head, room)
             bend_CV = ctx.head.bend(logits_CV)
-            _, total_C1 = _losses_(logits_CV, targets_N[part])
-            slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV)
+            _, total_C1 = _losses_(logits_CV, targets_N[part], ctx.head.part)
+            slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV, ctx.head.part)
             slope_CV.mul_(above_N[part, None])
             if by_bias is not None:
                 by_bias += slope_CV.sum(0)
@@ -197,21 +224,40 @@ def _logits(
     return head.logits_(products_CV if room.wide is room.narrow else wide_CV.copy_(products_CV))
 
 
-def _losses_(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+def _here(targets_C: Tensor, vocabulary: int, part: Part | None) -> tuple[Tensor, Tensor | None]:
+    """The targets' places among the ids that are here, any for others; and which are, None where all are."""
+    if part is None:
+        return targets_C.clamp(min=0), None
+    own_C = targets_C - part.first
+    return own_C.clamp(0, vocabulary - 1), (own_C >= 0) & (own_C < vocabulary)
+
+
+def _losses_(logits_CV: Tensor, targets_C: Tensor, part: Part | None) -> tuple[Tensor, Tensor]:
     """Losses (C,) and the denominators of the softmax (C, 1), whose numerators take the logits' place."""
-    picked_C = logits_CV.gather(1, targets_C.clamp(min=0)[:, None])[:, 0]
+    own_C, here_C = _here(targets_C, logits_CV.shape[1], part)
+    picked_C = logits_CV.gather(1, own_C[:, None])[:, 0]
     most_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    most_C1 = most_C1 if part is None else part.most(most_C1)
     total_C1 = logits_CV.sub_(most_C1).exp_().sum(dim=-1, keepdim=True)
+    if part is not None and here_C is not None:
+        both_C2 = torch.cat([total_C1, picked_C.masked_fill(~here_C, 0.0)[:, None]], dim=1)
+        both_C2 = part.total(both_C2)
+        total_C1, picked_C = both_C2[:, :1], both_C2[:, 1]
     losses_C = (most_C1 + total_C1.log())[:, 0] - picked_C
     return losses_C.masked_fill_(targets_C == IGNORE, 0.0), total_C1
 
 
 def _slope_(
-    numerators_CV: Tensor, total_C1: Tensor, targets_C: Tensor, bend: Tensor | float | None
+    numerators_CV: Tensor,
+    total_C1: Tensor,
+    targets_C: Tensor,
+    bend: Tensor | float | None,
+    part: Part | None,
 ) -> Tensor:
     """∂loss/∂products, in the numerators' place."""
     gradient_CV = numerators_CV.div_(total_C1)
     rows_C = torch.arange(targets_C.shape[0], device=targets_C.device)
-    gradient_CV[rows_C, targets_C.clamp(min=0)] -= 1
+    own_C, here_C = _here(targets_C, gradient_CV.shape[1], part)
+    gradient_CV[rows_C, own_C] -= 1 if here_C is None else here_C.to(gradient_CV.dtype)
     gradient_CV.masked_fill_((targets_C == IGNORE)[:, None], 0.0)
     return gradient_CV if bend is None else gradient_CV.mul_(bend)

@@ -142,7 +142,7 @@ def shapes_of(plan: Plan, model: nn.Module, rank: int) -> dict[str, tuple[int, .
     found = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if plan.tensor > 1:
         which = Which(place.tensor, plan.tensor)
-        pieces = placed(model, ways_of(model), which).pieces
+        pieces = placed(model, ways_of(model, plan.tensor), which).pieces
         cut = {n: tuple(end - first for first, end in piece.box) for n, piece in pieces.items()}
         found |= {n: shape for n, shape in cut.items() if n in found}
     if plan.pipeline > 1:

@@ -7,8 +7,8 @@ A map that leads into attention or feed-forward is cut along its output, the one
 so that a sublayer costs one sum forward and one backward. Which maps are cut how says the model itself (`tensor_plan`);
 adapters lie as their maps do (`tensor_place`); what is said within a pass, and when, is in `tensor_calls`. Tensors stay
 plain local ones, in their own places and under their own names: a process has smaller ones, and each knows which part
-of the whole it is (`tree.pieces`). Norms, embedding and head are whole in every process, which all compute the same
-there.
+of the whole it is (`tree.pieces`). Norms are whole in every process, and all compute the same there; embedding and
+head are shared out by tokens where that can be, and the loss is made of parts of the logits.
 
 All processes of a group have the same rows and draw the same random numbers. So dropout is that of one process where
 its input is whole, and beside an adapter also where it is a part; the model's own inside of attention drops the same
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from afina.errors import ConfigError, RunError
+from afina.ops.loss import Part
 from afina.parallel.copies import Copies
 from afina.parallel.runtime import Named
 from afina.parallel.tensor_calls import (
@@ -39,6 +40,7 @@ from afina.parallel.tensor_calls import (
     Enters,
     EntersExperts,
     Entrance,
+    Looks,
     Parts,
     Splits,
     without_bias,
@@ -46,9 +48,9 @@ from afina.parallel.tensor_calls import (
 from afina.parallel.tensor_place import CUT, Placed, marked, placed
 from afina.parallel.tensor_plan import WAY_OUT, Way, counts_in, refuse_size, ways_of
 from afina.parallel.watch import is_lost
-from afina.seams import ELSEWHERE
+from afina.seams import ELSEWHERE, PART, vocabulary
 from afina.tree import Delta
-from afina.tree.pieces import mark
+from afina.tree.pieces import mark, piece_of
 
 WITHIN = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Relative difference of the answers, at most, of a model in half precision; of a wider one 1e-4."""
@@ -75,7 +77,7 @@ class Slices:
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, tensors: Named) -> None:
         self.parts = Parts(group)
-        ways = ways_of(model)
+        ways = ways_of(model, group.size())
         refuse_size(self.parts.which.count, counts_in(model, ways))
         self.placed = placed(model, ways, self.parts.which)
         before = _answer(model)
@@ -158,7 +160,7 @@ def _hook(model: nn.Module, ways: Mapping[str, Way], parts: Parts) -> None:
     entrances = {parent: Entrance(parts, maps) for parent, maps in together.items()}
     for name, way in ways.items():
         module: Any = model.get_submodule(name)
-        if way in ("columns", "columns_joined"):
+        if way in ("columns", "columns_joined", "head"):
             enters = Enters(entrances[name.rpartition(".")[0]])
             module.register_forward_pre_hook(enters, prepend=True)
         if way == "rows_split":
@@ -170,12 +172,28 @@ def _hook(model: nn.Module, ways: Mapping[str, Way], parts: Parts) -> None:
             module.register_forward_pre_hook(enters, prepend=True)
         if way in ("rows", "rows_split", "experts"):
             module.register_forward_hook(Behind(parts.leave))
-        if way == "columns_joined":
+        if way in ("columns_joined", "head"):
             module.register_forward_hook(Behind(parts.join))
+        if way == "vocabulary":
+            looks = Looks(parts, piece_of(module.weight).shape[0])
+            _shift_padding(module, looks)
+            module.register_forward_pre_hook(looks, prepend=True)
+            module.register_forward_hook(Behind(looks.found))
+        if way == "head":
+            first = piece_of(module.weight).box[0][0]
+            setattr(module, PART, Part(first, parts.enter, parts.most, parts.total))
         if way in ("rows", "rows_split") and module.bias is not None and parts.which.part:
             # Of the parts of a sum the first has the bias.
             module.forward = MethodType(without_bias, module)
             setattr(module, ELSEWHERE, True)
+
+
+def _shift_padding(module: Any, looks: Looks) -> None:
+    """The row of padding, which learns nothing, by the number that it has here; none where it is elsewhere."""
+    padding = module.padding_idx
+    if padding is not None:
+        here = looks.first <= padding < looks.end
+        module.padding_idx = padding - looks.first if here else None
 
 
 @torch.no_grad()
@@ -184,8 +202,8 @@ def _answer(model: nn.Module) -> Tensor | None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     whole: Any = model
-    weight = whole.get_input_embeddings().weight
-    ids_BT = torch.arange(1, 6, device=weight.device)[None] * 7 % weight.shape[0]
+    device = whole.get_input_embeddings().weight.device
+    ids_BT = torch.arange(1, 6, device=device)[None] * 53 % vocabulary(model)
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

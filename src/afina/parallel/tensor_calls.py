@@ -53,6 +53,13 @@ class Parts:
         return summed
 
     @torch.no_grad()
+    def most(self, value: Tensor) -> Tensor:
+        """The largest over the parts, in memory of its own."""
+        found = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found
+
+    @torch.no_grad()
     def joined(self, part: Tensor) -> Tensor:
         """The parts of the last dimension put together."""
         count = self.which.count
@@ -183,6 +190,34 @@ class Splits:
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """This process's part of the input."""
         return (self.parts.split(args[0]), *args[1:])
+
+
+class Looks:
+    """At an embedding of which each process has some tokens' rows: others look up nothing.
+
+    Args:
+        parts: the processes.
+        tokens: of the whole vocabulary.
+    """
+
+    def __init__(self, parts: Parts, tokens: int) -> None:
+        self.parts = parts
+        self.first, self.end = parts.which.span(tokens)
+        self._here: Tensor | None = None
+
+    @torch.compiler.disable  # pyright: ignore[reportUnknownMemberType]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The ids that they have here; any for tokens of others."""
+        ids: Tensor = args[0]
+        here = (ids >= self.first) & (ids < self.end)
+        self._here = here
+        return (torch.where(here, ids - self.first, 0), *args[1:])
+
+    def found(self, y: Tensor) -> Tensor:
+        """What all processes have looked up, of what this one has."""
+        here, self._here = self._here, None
+        assert here is not None
+        return self.parts.leave(y.masked_fill(~here[..., None], 0.0))
 
 
 class EntersExperts:

@@ -28,6 +28,8 @@ CUT: Mapping[Way, tuple[str, int]] = {
     "columns_joined": ("out", 0),
     "rows": ("in", 1),
     "rows_split": ("in", 1),
+    "vocabulary": ("in", 0),
+    "head": ("out", 0),
 }
 """The side of a map that is cut, and the dimension of its weight that lies along it."""
 

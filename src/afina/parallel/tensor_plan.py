@@ -11,12 +11,16 @@ that is known here is one `Way`; another is refused by name, and so is a model w
 | rows_split | rowwise_split_input | cut along in | whole | whole, a sum over the parts |
 | experts | moe_tp_experts | whole experts | whole | whole, a sum over the parts |
 | inside | replicated_with_grad_allreduce | whole | a part of the heads | a part of the heads |
-| ends | embedding_rowwise | whole | whole | whole |
+| vocabulary | embedding_rowwise | some tokens' rows | whole | whole, a sum over the parts |
+| head | colwise_gather_output | some tokens' rows | whole | whole; the loss makes no whole logits |
 | whole | replicate | whole | whole | whole |
 
 Fused experts are shared out by their number, where Transformers cuts each of them: a part is then one box of the
-tensor, and every expert is one process's. Input embedding and head are held whole by every process, whatever the plan
-says of them: so loss, generation and what acts at the ends are those of one process.
+tensor, and every expert is one process's.
+
+Input embedding and head are shared out by tokens, or held whole by every process: where the plan does not say it of
+both ends of a tied weight, where the vocabulary does not divide, or where something acts there that wants whole rows
+(trainable_tokens).
 
 Source: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3; the strings are those of Transformers 5.24
 (`distributed/tensor_parallel.py`).
@@ -38,7 +42,15 @@ from afina.parallel.plan import divisors
 from afina.tree import Delta
 
 Way = Literal[
-    "columns", "columns_joined", "rows", "rows_split", "experts", "inside", "ends", "whole"
+    "columns",
+    "columns_joined",
+    "rows",
+    "rows_split",
+    "experts",
+    "inside",
+    "vocabulary",
+    "head",
+    "whole",
 ]
 
 WAYS: Mapping[str, Way] = {
@@ -50,8 +62,7 @@ WAYS: Mapping[str, Way] = {
     "rowwise_rep": "rows_split",
     "moe_tp_experts": "experts",
     "replicated_with_grad_allreduce": "inside",
-    "embedding_rowwise": "ends",
-    "embedding_colwise": "ends",
+    "embedding_rowwise": "vocabulary",
     "replicate": "whole",
 }
 """A string of Transformers -> the way; those that say the same are there too."""
@@ -70,11 +81,12 @@ WIDTHS = (
 """Under these names configs have the widths of feed-forwards that are cut."""
 
 
-def ways_of(model: nn.Module) -> dict[str, Way]:
-    """The way of every module that a model's plan names; the ends are left out.
+def ways_of(model: nn.Module, parts: int) -> dict[str, Way]:
+    """The way of every module that a model's plan names; of the ends, if they are shared out.
 
     Args:
         model: of Transformers, on any device.
+        parts: processes that share each matrix.
 
     Raises:
         ConfigError: it has no plan, or one with a string that is not known, or for what is no linear.
@@ -93,11 +105,40 @@ def ways_of(model: nn.Module) -> dict[str, Way]:
         if way is None or name not in modules:
             raise _unknown(name, style)
         found[name] = way
-    ends = {seams.input_embedding(model), seams.head(model).name}
-    found = {name: way for name, way in found.items() if name not in ends}
-    for name, way in found.items():
+    head = seams.head(model).name
+    ends: dict[str, Way] = {seams.input_embedding(model): "vocabulary"}
+    ends |= {} if head is None else {head: "columns_joined"}
+    inner: dict[str, Way] = {n: way for n, way in found.items() if n not in ends}
+    for name, way in inner.items():
         _refuse_other_kinds(name, modules[name], way)
-    return found
+    said = {name for name, way in ends.items() if found.get(name) == way}
+    return inner | _ends(model, said, parts)
+
+
+def _ends(model: nn.Module, said: set[str], parts: int) -> dict[str, Way]:
+    """The ways of embedding and head, where they can be shared out.
+
+    Args:
+        model: see `ways_of`.
+        said: the names of those that the plan shares out.
+        parts: see `ways_of`.
+    """
+    embedding, head = seams.input_embedding(model), seams.head(model)
+    if head.tied and not {embedding, head.name} <= said:
+        return {}
+    wanted: dict[str, Way] = {embedding: "vocabulary"}
+    if head.name is not None:
+        wanted[head.name] = "head"
+    wanted = {name: way for name, way in wanted.items() if name in said}
+    for name in wanted:
+        module = model.get_submodule(name)
+        kind = "embedding" if wanted[name] == "vocabulary" else "linear"
+        acts = [child for child in module.children() if isinstance(child, Delta)]
+        packed = isinstance(module.weight, PackedWeight)
+        fits = seams.map_kind(module) == kind and not packed and all(c.in_parts for c in acts)
+        if not fits or len(module.get_parameter("weight")) % parts:
+            return {}
+    return wanted
 
 
 def _own(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -121,7 +162,7 @@ def _matched(plan: Mapping[str, str], names: Iterable[str]) -> Iterator[tuple[st
 
 def _refuse_other_kinds(name: str, module: nn.Module, way: Way) -> None:
     """Raises where a module is none that can be shared out so."""
-    if way == "ends":
+    if way == "vocabulary":
         raise ConfigError(
             "parallel.tensor: this model has another embedding than that of its tokens, and shares it out",
             got=name,

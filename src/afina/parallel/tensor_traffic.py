@@ -1,8 +1,9 @@
 """What processes that share each matrix tell each other in one step: every message, its kind and its size.
 
-    forward     all_reduce behind each map that is cut along its input, and behind each group of experts
+    forward     all_reduce behind each map that is cut along its input, each group of experts, and the embedding
     backward    all_reduce in front of each group of maps that are cut along their output and share their input,
                 where a gradient flows on
+    loss        two all_reduces of a number or two for each label; backward one in front of the head
     once        all_reduce of the gradients of which each process has a part
 
 A Llama block costs two messages forward and two backward, with an adapter beside every map as without. It is stated
@@ -20,6 +21,7 @@ from typing import Any, cast
 from torch import nn
 
 from afina import seams
+from afina.ops.loss import PIECE_BYTES
 from afina.parallel.copies import BUCKET_BYTES, buckets
 from afina.parallel.plan import Plan
 from afina.parallel.runtime import Named
@@ -29,7 +31,7 @@ from afina.parallel.traffic import FLAG, NUMBER, Message
 from afina.parallel.zero import span
 
 ROUTED = 4
-"""Bytes of how much an expert counts for a token: routers compute it in fp32."""
+"""Bytes of fp32, at least, in which routers and losses are computed."""
 
 
 def tensor_traffic(
@@ -39,6 +41,7 @@ def tensor_traffic(
     tokens: int,
     rounds: int = 1,
     *,
+    labels: int | None = None,
     recompute: bool = False,
     most_bytes: int = BUCKET_BYTES,
 ) -> list[Message]:
@@ -50,15 +53,18 @@ def tensor_traffic(
         tensors: that train, by name.
         tokens: of a pass, padding with them.
         rounds: passes of each process.
+        labels: trained tokens of a pass; None is all of them.
         recompute: blocks run again in backward; torch ends there before the last sum of a block, whose result is not
             kept (where a norm comes behind it, it is, and is made once more than said).
         most_bytes: of a bucket.
     """
     if plan.tensor == 1:
         return []
-    ways = ways_of(model)
+    ways = ways_of(model, plan.tensor)
+    labels = tokens if labels is None else labels
     found = list(_forward(model, ways, tokens, rounds, recompute=recompute))
     found += _backward(model, ways, tensors, tokens, rounds)
+    found += _loss(plan, model, ways, tensors, (tokens, labels, rounds))
     found += _partial(plan, model, ways, tensors, most_bytes)
     # Beside stages that share the optimiser's state out it is told of there (`traffic.told`).
     if not (plan.zero and plan.shard > 1):
@@ -86,6 +92,44 @@ def _forward(
             yield Message(kind, size, f"behind {name}", times)
         if way == "experts":
             yield Message("all_reduce", tokens * _width(module), f"behind {name}", times)
+        if way == "vocabulary":
+            size = tokens * module.weight.shape[1] * module.weight.element_size()
+            yield Message("all_reduce", size, f"behind {name}", times)
+
+
+def _loss(
+    plan: Plan,
+    model: nn.Module,
+    ways: Mapping[str, Way],
+    tensors: Named,
+    counts: tuple[int, int, int],
+) -> Iterator[Message]:
+    """The loss where the head is shared out; beside an adapter at the head logits are put together."""
+    tokens, labels, rounds = counts
+    name = next((name for name, way in ways.items() if way == "head"), None)
+    if name is None:
+        return
+    module = model.get_submodule(name)
+    weight = module.get_parameter("weight")
+    vocabulary, width = weight.shape
+    trains = any(p is weight or n.startswith(f"{name}.") for n, p in tensors.items())
+    if any(p is not weight and not n.startswith(f"{name}.") for n, p in tensors.items()):
+        seen = tokens if list(module.children()) else labels
+        size = seen * width * weight.element_size()
+        yield Message("all_reduce", size, f"what enters {name}", rounds)
+    if list(module.children()):
+        size = tokens * vocabulary * weight.element_size()
+        yield Message("all_gather", size, f"behind {name}", rounds)
+        return
+    wide = max(weight.element_size(), ROUTED)
+    most = max(1, PIECE_BYTES // (vocabulary // plan.tensor * wide))
+    each = -(-labels // -(-labels // most)) if labels else 1
+    # A head that trains computes its pieces again in backward.
+    times = rounds * (2 if trains else 1)
+    for start in range(0, labels, each):
+        part = min(each, labels - start)
+        yield Message("all_reduce", part * wide, "the largest logit of each label", times)
+        yield Message("all_reduce", 2 * part * wide, "softmax of each label", times)
 
 
 def _attends(model: nn.Module, name: str) -> bool:
@@ -106,7 +150,7 @@ def _backward(
     flows, config = _Flows(model, ways, tensors), cast("Any", model).config
     groups: dict[str, str] = {}
     for name, way in ways.items():
-        if CUT.get(way, ("", 0))[0] == "out":
+        if way != "head" and CUT.get(way, ("", 0))[0] == "out":
             groups.setdefault(name.rpartition(".")[0], name)
     for parent, name in groups.items():
         if flows.into(name):

@@ -11,8 +11,8 @@
 """
 
 from afina.seams.depth import Depths, Place
-from afina.seams.ends import HeadSite, head, input_embedding, task_head
-from afina.seams.kinds import ELSEWHERE, MapKind, bias_of, map_kind, weight_of
+from afina.seams.ends import HeadSite, head, input_embedding, task_head, vocabulary
+from afina.seams.kinds import ELSEWHERE, PART, MapKind, bias_of, map_kind, weight_of
 from afina.seams.maps import QUERY_VALUE, MapSite, attention_modules, expert_modules, map_sites
 from afina.seams.stack import (
     MOST_BLOCKS,
@@ -29,6 +29,7 @@ from afina.seams.whole import classifies, first_position, holders, require_model
 __all__ = [
     "ELSEWHERE",
     "MOST_BLOCKS",
+    "PART",
     "QUERY_VALUE",
     "Block",
     "Depths",
@@ -55,5 +56,6 @@ __all__ = [
     "stacks",
     "supports_rows",
     "task_head",
+    "vocabulary",
     "weight_of",
 ]

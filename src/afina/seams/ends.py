@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from afina.errors import TechniqueError
 from afina.seams.maps import map_sites
 from afina.seams.whole import classifies
+from afina.tree.pieces import piece_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ def input_embedding(model: nn.Module) -> str:
         if module is embedding and embedding is not None:
             return name
     raise TechniqueError("this model has no token embedding", got=type(model).__name__)
+
+
+def vocabulary(model: Any) -> int:
+    """How many tokens a model has an embedding for, wherever its rows are."""
+    return piece_of(model.get_input_embeddings().weight).shape[0]
 
 
 def head(model: nn.Module) -> HeadSite:

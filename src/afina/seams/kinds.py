@@ -33,6 +33,9 @@ def features(module: nn.Module, kind: MapKind) -> tuple[int, int]:
 ELSEWHERE = "afina_bias_elsewhere"
 """The attribute of a map whose bias another process adds: where several share the map out, each has a part of a sum."""
 
+PART = "afina_part"
+"""The attribute of a head that processes share out: which part of the vocabulary is here (`ops.loss.Part`)."""
+
 
 def bias_of(module: nn.Module) -> Tensor | None:
     """The bias that a map adds here; None where it has none, or where another process adds it."""
