@@ -18,7 +18,7 @@ import pytest
 
 from afina.errors import ConfigError, DataError, RunError
 from afina.parallel.failures import FILE, LAUNCHED, STOPPED, LostError, Record, reported
-from afina.parallel.hosts import Hosts, interface_to
+from afina.parallel.hosts import Hosts, Meeting, interface_to
 from afina.parallel.launch import Launcher
 
 pytestmark = pytest.mark.dist
@@ -212,6 +212,18 @@ def test_two_machines_meet_and_one_tells_the_other_what_went_wrong(launcher) -> 
 def test_hosts_that_do_not_go_together(many: int, rank: int, master: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Hosts(many, rank, master)
+
+
+def test_a_machine_that_nobody_answers_says_so() -> None:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{found.getsockname()[1]}"
+    with pytest.raises(RunError, match="the first machine does not answer") as caught:
+        Meeting(Hosts(2, 1, master), 1)
+    assert master in caught.value.got
+    assert "--host-rank 0" in caught.value.cure
 
 
 def test_the_interface_to_a_machine_is_found() -> None:
