@@ -78,7 +78,7 @@ def tiny_gpt2(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: A
 
 
 def tiny_gemma2(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """A random Gemma 2 of two blocks: scaled embeddings, also the head; capped logits; a window in every other block."""
+    """A random Gemma 2 of two blocks: scaled embeddings, also the head; capped logits; a window in every other one."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": 260,
