@@ -12,18 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from afina.config import ParallelSettings
+from afina.errors import ConfigError
 from afina.models.blocks import Blocks, Recompute
 from afina.models.forward import own_attention, packing
+from afina.parallel.beside import refuse_techniques
 from afina.parallel.full_shard import Sum
+from afina.parallel.held import refuse_offload
+from afina.parallel.plan import Plan
 from afina.parallel.processes import Processes
 from afina.parallel.runtime import OneProcess
+from afina.parallel.units import units_of
 from afina.seams.calls import instead
+from afina.table import apply
+from afina.techniques.full import Full
+from afina.techniques.lora import LoRA
+from afina.techniques.quantize import Quantize
 from afina.train.loop import backward
 from afina.train.validate import mean_loss
 from afina.train.window import Micro
 from tests.parallel.parity import Case, Found, edited, joined, run, whole, windows, work_of
 from tests.parallel.pool import Failed, Pool
 from tests.parallel.test_zero import same
+from tests.tiny import tiny_llama
 
 pytestmark = pytest.mark.dist
 
@@ -214,3 +224,158 @@ def test_nothing_comes_from_a_pass_without_rows(pool: Pool) -> None:
     same(case, pool.run(3, idles_badly, case, True))
     with pytest.raises((AssertionError, Failed)):
         same(case, pool.run(3, idles_badly, case, False))
+
+
+# --- what is gathered ------------------------------------------------------------------------------------------
+
+
+def here(tensors: Any) -> int:
+    """Numbers of tensors that are in this process just now."""
+    found = [t.detach().to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return sum(t.numel() for t in found)
+
+
+def most_gathered(case: Case) -> tuple[int, int]:
+    """Most numbers of the model in this process at once, looked at in every block, forward and backward; and all."""
+    edit = edited(case)
+    every = sum(p.numel() for p in edit.model.parameters())
+    work = work_of(case, mesh := Processes(SHARED), edit)
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        most = max(most, here(edit.model.parameters()))
+
+    for block in edit.model.get_submodule("model.layers").children():
+        block.get_submodule("mlp").register_forward_hook(look)
+        block.get_submodule("mlp").register_full_backward_hook(look)
+    with packing(edit.model, True):
+        backward(work, mesh.share(windows(case)[0]), 0)
+    look()
+    return most, every
+
+
+def test_no_process_ever_has_the_whole_model(pool: Pool) -> None:
+    blocks = 6
+    case = Case("full", None, model=(("num_hidden_layers", blocks),))
+    edit = edited(case)
+    block = here(edit.model.get_submodule("model.layers.0").parameters())
+    around = here(edit.model.parameters()) - blocks * block
+    for most, every in pool.run(2, most_gathered, case):
+        # What lies outside of blocks, half of each block, the other half of this one, and of the next in advance.
+        assert most <= around + blocks * block // 2 + 2 * block // 2 < every
+
+
+# --- types and ties --------------------------------------------------------------------------------------------
+
+
+def mixed(case: Case, settings: ParallelSettings | None) -> Gradients:
+    """LoRA in fp32 in a model in bf16, whose norms train in place in bf16."""
+    mesh: Any = OneProcess() if settings is None else Processes(settings)
+    edit = apply(tiny_llama(dtype=torch.bfloat16), [MIXED], seed=5)
+    with torch.no_grad():
+        for name, tensor in edit.trainable().items():
+            if name.endswith(".b"):
+                tensor.fill_(0.01)
+    work = work_of(case, mesh, edit)
+    with packing(edit.model, True):
+        backward(work, mesh.share(windows(case)[0]), 0)
+        mesh.reduce(edit.trainable())
+    return whole(mesh.own(edit.trainable()))
+
+
+MIXED = LoRA(rank=3, modules_to_save=("input_layernorm", "norm"))
+
+
+def test_a_frozen_half_precision_base_beside_fp32_adapters_and_norms_that_train(pool: Pool) -> None:
+    # Each row by itself, for bf16 rounds by what lies beside it.
+    case = Case("lora", 1)
+    expected = mixed(case, None)
+    assert {g.dtype for g in expected.values()} == {torch.float32, torch.bfloat16}
+    for name, gradient in joined(pool.run(2, mixed, case, SHARED)).items():
+        # Sums of seven rows: in bf16 in another order.
+        near = (
+            {"rtol": 0.03, "atol": 0.03}
+            if gradient.dtype == torch.bfloat16
+            else {"rtol": 1e-5, "atol": 1e-5}
+        )
+        torch.testing.assert_close(gradient, expected[name], **near)
+
+
+def test_what_trains_in_another_type_is_gathered_by_itself() -> None:
+    edit = apply(tiny_llama(dtype=torch.bfloat16), [MIXED], seed=5)
+    names = [unit.name for unit in units_of(edit.model, edit.trainable())]
+    assert names == [
+        "model.layers.0.input_layernorm",
+        "model.layers.0",
+        "model.layers.1.input_layernorm",
+        "model.layers.1",
+    ]
+    plain = apply(tiny_llama(), [LoRA(rank=3)], seed=5)
+    assert [u.name for u in units_of(plain.model, plain.trainable())] == names[1::2]
+
+
+def test_two_types_in_one_module_are_refused() -> None:
+    edit = apply(tiny_llama(dtype=torch.bfloat16), [LoRA(rank=3, target=("q_proj",))], seed=5)
+    weight = edit.model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    both = {**edit.trainable(), "model.layers.0.self_attn.q_proj.weight": weight}
+    with pytest.raises(ConfigError, match="two dtypes") as refused:
+        units_of(edit.model, both)
+    assert "train.dtype=fp32" in str(refused.value)
+
+
+def test_tied_ends(pool: Pool) -> None:
+    case = Case("full", 2, model=(("tie_word_embeddings", True),))
+    same(case, pool.run(2, run, case, SHARED))
+
+
+def scaled(settings: ParallelSettings | None) -> Gradients:
+    """Of a model one of whose tensors is a number, which no process can have a part of."""
+    mesh: Any = OneProcess() if settings is None else Processes(settings)
+    model = tiny_llama()
+    block = model.model.layers[0]
+    block.register_parameter("gain", nn.Parameter(torch.tensor(1.5, dtype=torch.float64)))
+    block.register_forward_hook(lambda module, args, out: out * module.gain)
+    case = Case("full", 2)
+    work = work_of(case, mesh, apply(model, [Full()], seed=5))
+    tensors = work.edit.trainable()
+    with packing(model, True):
+        backward(work, mesh.share(windows(case)[0]), 0)
+        mesh.reduce(tensors)
+        own = mesh.own(tensors)
+        return {**whole(own), "norm": mesh.norm(own).reshape(1).double()}
+
+
+def test_a_number_without_dimensions(pool: Pool) -> None:
+    expected = scaled(None)
+    assert expected["model.layers.0.gain"].shape == ()
+    for zero in (1, 2, 3):
+        settings = ParallelSettings.model_validate({"zero": zero})
+        equal(pool.run(2, scaled, settings), expected)
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------
+
+
+def test_offload_without_a_gpu_is_refused() -> None:
+    plan = Plan(shard=2, zero=3, offload=True)
+    with pytest.raises(ConfigError, match="no GPU"):
+        refuse_offload(plan, torch.device("cpu"))
+    refuse_offload(plan, torch.device("cuda"))
+
+
+def test_techniques_that_weights_cannot_be_shared_out_beside_are_refused() -> None:
+    plan = Plan(shard=2, zero=3)
+    for key in ("adalora", "reversible", "quantize"):
+        with pytest.raises(ConfigError, match=f"{key} does not go with parallel.zero=3"):
+            refuse_techniques(plan, ["lora", key])
+        refuse_techniques(Plan(shard=2, zero=2), [key])
+    refuse_techniques(plan, ["lora", "dora", "prefix"])
+
+
+def test_packed_weights_and_models_without_blocks_are_refused() -> None:
+    edit = apply(tiny_llama(dtype=torch.float32), [Quantize(), LoRA(rank=2)], seed=5)
+    with pytest.raises(ConfigError, match="packed weights"):
+        units_of(edit.model, edit.trainable())
+    with pytest.raises(ConfigError, match="no stack of equal blocks"):
+        units_of(nn.Sequential(nn.Linear(2, 2)), {})

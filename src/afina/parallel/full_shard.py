@@ -145,11 +145,11 @@ class FullShards:
 
     def within(self, call: Callable[[], T]) -> T:
         """What a pass gives."""
-        found = self.root(call)
+        found: Any = self.root(call)
         if not torch.is_grad_enabled() and not self._opened:
             self.root.reshard()  # no backward pass will do it
         if isinstance(found, tuple) and isinstance(found[0], Left):
-            raise Left(found[1])
+            raise Left(cast("Any", found)[1])
         return found
 
     @contextmanager

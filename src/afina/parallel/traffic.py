@@ -104,7 +104,7 @@ def _by_buckets(plan: Plan, tensors: Named, rounds: int, most_bytes: int) -> lis
     if not tensors:
         return []
     found: list[Message] = []
-    together = buckets(reversed(tensors.values()), most_bytes)
+    together = buckets([*tensors.values()][::-1], most_bytes)
     for bucket in together:
         size = plan.shard * _share(bucket, plan.shard)
         times = rounds if plan.zero == 2 else 1
