@@ -42,6 +42,8 @@ class Optimiser:
         for scale in sorted({scales.get(n, 1.0) for n in self.names}):
             members = [n for n in self.names if scales.get(n, 1.0) == scale]
             groups.append({"params": [self._masters[n] for n in members], "scale": scale})
+        # A process in whose part of the model nothing trains moves nothing.
+        groups = groups or [{"params": [], "scale": 1.0}]
         self.inner = _build(groups, name, options)
         groups_of = {id(p): group for group in self.inner.param_groups for p in group["params"]}
         self._group_of = {n: groups_of[id(master)] for n, master in self._masters.items()}
