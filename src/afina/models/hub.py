@@ -70,7 +70,7 @@ def load(
     check_packer(quantize)
     place, precision = parse_device(device), choose(device, dtype)
     folder = resolve(source, revision=revision, token=token, offline=offline)
-    _warn_unverified(source, folder)
+    warn_unverified(source, folder)
     config = config_of(folder)
     kind = task or task_of(config, len(labels) if labels else num_labels)
     num_labels = name_head(config, kind, labels, num_labels)
@@ -83,13 +83,13 @@ def load(
     model = model.to(place)
     # What the user named, so that an adapter says that and not the cache's folder.
     model.name_or_path = model.config._name_or_path = str(source)
-    _warn_coupled(source, model)
+    warn_coupled(source, model)
     seconds = time.perf_counter() - started
     log.info("%s (%s) on %s in %.1f s; %s", source, kind, place, seconds, precision)
     return model, tokenizer
 
 
-def _warn_unverified(source: str | Path, folder: Path) -> None:
+def warn_unverified(source: str | Path, folder: Path) -> None:
     """Says so when a merge made this model and did not find it right; see `adapters/merge_record.py`."""
     for record in (folder / "merge.json", local(f"{source}.merge.json")):
         if not exists(record):
@@ -104,7 +104,7 @@ def _warn_unverified(source: str | Path, folder: Path) -> None:
             )
 
 
-def _warn_coupled(source: str | Path, model: Any) -> None:
+def warn_coupled(source: str | Path, model: Any) -> None:
     """Says so when a model's blocks were coupled in training: loaded alone, they say something else."""
     if getattr(model.config, "afina_reversible", None) is not None:
         log.warning(

@@ -148,8 +148,17 @@ def check_files(folder: Path) -> dict[str, Stored]:
         ModelError: no weights under the names that are read, a shard that is missing, lies outside the folder, or is
             damaged.
     """
+    return {name: one for named in files_of(folder).values() for name, one in named.items()}
+
+
+def files_of(folder: Path) -> dict[str, dict[str, Stored]]:
+    """The same by the name of the file that holds each.
+
+    Raises:
+        ModelError: see `check_files`.
+    """
     if (folder / SINGLE).exists():
-        return read_header(folder / SINGLE)
+        return {SINGLE: read_header(folder / SINGLE)}
     if not (folder / INDEX).exists():
         others = sorted(path.name for path in folder.glob("*.safetensors"))
         raise ModelError(
@@ -161,7 +170,7 @@ def check_files(folder: Path) -> dict[str, Stored]:
             else f"copy {INDEX} too: it says which tensor is in which file",
         )
     shards = _shards(folder / INDEX)
-    found: dict[str, Stored] = {}
+    found: dict[str, dict[str, Stored]] = {}
     for shard in sorted(set(shards.values())):
         if not (folder / shard).exists():
             lost = sum(each == shard for each in shards.values())
@@ -171,8 +180,8 @@ def check_files(folder: Path) -> dict[str, Stored]:
                 wanted=f"{counted(len(set(shards.values())), 'file')}, as {INDEX} names them",
                 cure="copy or download that file too",
             )
-        found.update(read_header(folder / shard))
-    absent = sorted(set(shards) - set(found))
+        found[shard] = read_header(folder / shard)
+    absent = sorted(set(shards) - {name for named in found.values() for name in named})
     if absent:
         raise ModelError(
             f"{INDEX} names {counted(len(absent), 'tensor')} that no file holds",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from afina.parallel.store import Lot
 from afina.tree.pieces import Piece, piece_of
+from afina.tree.twin import embody
 
 
 def placed(model: nn.Module, holds: Callable[[str], bool]) -> dict[str, Piece]:
@@ -19,6 +21,28 @@ def placed(model: nn.Module, holds: Callable[[str], bool]) -> dict[str, Piece]:
         holds: whether it has anything of a parameter.
     """
     return {name: piece_of(p) for name, p in model.named_parameters() if holds(name)}
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, places: Mapping[str, Piece], device: torch.device) -> None:
+    """Gives memory to what this process has of a model on the meta device; the values are still to come.
+
+    What is not here is one number that stands for all.
+
+    Args:
+        model: no tensor of which is shared out by `full_shard`.
+        places: see `placed`.
+        device: where it computes.
+    """
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        if name in places:
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        else:
+            nothing = torch.full((), math.nan, dtype=parameter.dtype, device=device)
+            memory = nothing.expand(parameter.shape)
+        embody(model, name, memory)
 
 
 def parts_of(model: nn.Module, places: Mapping[str, Piece]) -> dict[str, Lot]:

@@ -30,7 +30,7 @@ from afina import seams
 from afina.errors import TechniqueError
 from afina.ops.lowrank import low_rank_add
 from afina.techniques.lora import LoRA, LoRADelta, low_rank_rows, within_of
-from afina.tree import Delta, Edit, Side
+from afina.tree import Delta, Edit, Reads, Side
 from afina.tree.pieces import Share
 
 ROWS = 1024
@@ -64,6 +64,10 @@ class DoRA(LoRA):
     def delta(self, site: seams.MapSite, rank: int, scaling: float) -> DoRADelta:
         """What is attached at one map."""
         return DoRADelta(site, rank, scaling, self.dropout, started=self.offset)
+
+    def start_reads(self, model: nn.Module) -> Reads:
+        """The weight whose rows are measured."""
+        return "place"
 
     def init(self, edit: Edit, *, seed: int) -> None:
         """A and B as LoRA's; the magnitudes are the lengths of the base's rows."""

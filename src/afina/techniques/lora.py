@@ -45,7 +45,7 @@ from afina.ops.lowrank import Within, low_rank_add
 from afina.techniques.lora_on_experts import ExpertPath, ExpertsDelta, ExpertSite, expert_sites
 from afina.techniques.lora_starts import Start, begin, refuse_start
 from afina.techniques.maps import OnMaps, per_site, refuse_large_ranks
-from afina.tree import Delta, Edit, Side, matches, seed_of
+from afina.tree import Delta, Edit, Reads, Side, matches, seed_of
 from afina.tree.pieces import Share
 
 
@@ -180,6 +180,10 @@ class LoRA(OnMaps):
     def offset(self) -> bool:
         """Whether the start is a part of the weight, which is taken out of the change."""
         return self.start in ("pissa", "olora")
+
+    def start_reads(self, model: nn.Module) -> Reads:
+        """Nothing by default, else the weight beside it."""
+        return "nothing" if self.start == "default" else "place"
 
     def init(self, edit: Edit, *, seed: int) -> None:
         """See `Technique.init`; other starts than the default read the base's weights."""

@@ -32,7 +32,7 @@ from afina import seams
 from afina.errors import ModelError, TechniqueError
 from afina.ops.prefix import KEYWORD, Entered, Prefix
 from afina.techniques.front import FromText, FrontDelta, start_network
-from afina.tree import Edit, Side, seed_of
+from afina.tree import Edit, Reads, Side, seed_of
 
 Start = Literal["vocabulary", "text", "random", "zero"]
 
@@ -76,6 +76,13 @@ class PrefixTuning(FromText):
             self.train_whole(edit, undoable=undoable)
         edit.notes.extend(self.unused())
         return edit
+
+    def start_reads(self, model: nn.Module) -> Reads:
+        """Keys and values of tokens take a pass of the model."""
+        drawn = self.start in ("random", "zero") or (
+            self.start is None and not self._by_itself(model)
+        )
+        return "input" if drawn else "model"
 
     @torch.no_grad()
     def init(self, edit: Edit, *, seed: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from afina import seams
 from afina.techniques.front import FromText, FrontDelta
-from afina.tree import Edit, Side, seed_of
+from afina.tree import Edit, Reads, Side, seed_of
 
 
 class PromptTuning(FromText):
@@ -51,6 +51,10 @@ class PromptTuning(FromText):
             self.train_whole(edit, undoable=undoable)
         edit.notes.extend(self.unused())
         return edit
+
+    def start_reads(self, model: nn.Module) -> Reads:
+        """The embedding of its first tokens, or how wide it is spread."""
+        return "input"
 
     @torch.no_grad()
     def init(self, edit: Edit, *, seed: int) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.errors import TechniqueError, counted
 from afina.techniques.maps import Beside
-from afina.tree import Delta, Edit, Seams, Side
+from afina.tree import Delta, Edit, Reads, Seams, Side
 
 Id = Annotated[int, Field(ge=0, strict=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -117,6 +117,10 @@ class TrainableTokens(Beside):
                 cure="give the model room for new tokens first: model.resize_token_embeddings(len(tokenizer))",
             )
         return ids
+
+    def start_reads(self, model: nn.Module) -> Reads:
+        """The rows that train."""
+        return "place"
 
     def init(self, edit: Edit, *, seed: int) -> None:
         """The rows start as those of the base."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import nn
+from torch import Tensor, nn
 
 from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
@@ -186,12 +186,21 @@ def on_the_card(state: State, data: Mapping[str, Any], revision: str | None = No
 
 def starting_weights(edit: Edit) -> str:
     """A hash of all values that will train, as they are now."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(edit.trainable().items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return of_digests({name: digest_of(name, t) for name, t in edit.trainable().items()})
+
+
+def digest_of(name: str, tensor: Tensor) -> str:
+    """A hash of one tensor, whole."""
+    digest = hashlib.sha256(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def of_digests(digests: Mapping[str, str]) -> str:
+    """One hash of those of several tensors, by name."""
+    every = "".join(digests[name] for name in sorted(digests))
+    return hashlib.sha256(every.encode()).hexdigest()[:16]
 
 
 def differences(then: State, now: State) -> list[Difference]:

@@ -8,13 +8,14 @@ from afina.tree.around import Around
 from afina.tree.edit import Edit
 from afina.tree.match import match, matches
 from afina.tree.standing import edits_on, originals, stands_on
-from afina.tree.technique import Delta, Side, Technique, front_of, seed_of
+from afina.tree.technique import Delta, Reads, Side, Technique, front_of, seed_of
 from afina.tree.timing import Seams
 
 __all__ = [
     "Around",
     "Delta",
     "Edit",
+    "Reads",
     "Seams",
     "Side",
     "Technique",

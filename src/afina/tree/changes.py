@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -57,6 +58,13 @@ class Changes:
         """The children that `technique` attached, by the name of the module that each acts on."""
         mine = {n: d for n, d in self.deltas.items() if self._maker[n] == technique}
         return {name.rpartition(".")[0]: delta for name, delta in mine.items()}
+
+    def only(self, name: str) -> Self:
+        """An edit of one child alone, where it is, for who gives it its starting values."""
+        technique = self._maker[name]
+        one = type(self)(self.model, [technique])
+        one.deltas[name], one._maker[name] = self.deltas[name], technique
+        return one
 
     def in_place_of(self, technique: Technique) -> dict[str, nn.Parameter]:
         """The base tensors that `technique` trains, by name."""

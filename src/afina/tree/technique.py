@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Side = Literal["in", "out", "none"]
 
+Reads = Literal["nothing", "place", "input", "model"]
+"""Values of the base: of the module that a child acts on, of the input embedding, or of a pass through all of it."""
+
 
 class Removable(Protocol):
     """What makes a child act, until it is removed: torch's handle of a hook, for one."""
@@ -261,6 +264,10 @@ class Technique(Frozen, ABC):
         """Gives the attached parameters their starting values, once the base's weights are there."""
         for name, delta in edit.deltas.items():
             delta.reset(seed_of(seed, name))
+
+    def start_reads(self, model: nn.Module) -> Reads:
+        """What of the base `init` reads."""
+        return "nothing"
 
     def lr_scale(self, name: str) -> float:
         """Learning rate of the trainable tensor `name`, as a multiple of the run's."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,24 @@ def _empty(tensor: Tensor) -> Tensor:
     return empty
 
 
+@contextmanager
+def lent(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None, None, None]:
+    """Inside the block parameters and buffers of a twin's model are these, by name; behind it those that were there."""
+    places: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for name, value in values.items():
+            owner, _, own = name.rpartition(".")
+            module = model.get_submodule(owner)
+            before = getattr(module, own)
+            places.append((module, own, before))
+            trains = isinstance(before, nn.Parameter)
+            setattr(module, own, nn.Parameter(value, requires_grad=False) if trains else value)
+        yield
+    finally:
+        for module, own, before in reversed(places):
+            setattr(module, own, before)
+
+
 @torch.no_grad()
 def give(edit: Edit, values: Mapping[str, Tensor]) -> None:
     """Gives tensors of a twin these values, in memory of its own.
@@ -51,24 +70,43 @@ def give(edit: Edit, values: Mapping[str, Tensor]) -> None:
         values: by the names of `Edit.trainable` and `Edit.state`, those that are to have some.
     """
     trainable, state = edit.trainable(), edit.state()
-    utils: Any = torch.utils
     for name, value in values.items():
         if name in trainable:
             target = trainable[name]
             if target.is_meta:
                 empty = torch.empty(target.shape, dtype=target.dtype, device=value.device)
-                made = nn.Parameter(empty, requires_grad=target.requires_grad)
-                if weakref.getweakrefcount(
-                    target
-                ):  # an LSTM looks after its own, and torch does not swap those
-                    module, _, own = name.rpartition(".")
-                    setattr(edit.model.get_submodule(module), own, made)
-                    target = made
-                else:  # whoever knows the tensor knows the one with the value
-                    utils.swap_tensors(target, made)
+                target = embody(edit.model, name, empty)
             target.copy_(value)
         elif state[name].is_meta:
             module, _, own = name.rpartition(".")
             setattr(edit.model.get_submodule(module), own, value.to(state[name].dtype, copy=True))
         else:
             state[name].copy_(value)
+
+
+def embody(model: nn.Module, name: str, memory: Tensor) -> nn.Parameter:
+    """Gives a parameter on the meta device memory of its shape and dtype.
+
+    Whoever knows the parameter knows it still, and what is noted on it stays; only of one that something looks after
+    (an LSTM does so with its own), and that torch does not exchange then, another object takes the place.
+
+    Args:
+        model: that has it.
+        name: in the model.
+        memory: for the values.
+
+    Returns:
+        The parameter in its place.
+    """
+    before = model.get_parameter(name)
+    noted = dict(vars(before))
+    made = nn.Parameter(memory, requires_grad=before.requires_grad)
+    if weakref.getweakrefcount(before):
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, made)
+        before = made
+    else:
+        utils: Any = torch.utils
+        utils.swap_tensors(before, made)
+    vars(before).update(noted)
+    return before
