@@ -9,14 +9,15 @@ import torch
 from transformers import DynamicCache
 
 from afina.config import ParallelSettings
+from afina.models.blocks import Blocks
 from afina.models.forward import own_attention, packing
 from afina.parallel.processes import Processes
 from afina.parallel.runtime import OneProcess
 from afina.train.loop import backward
 from afina.train.validate import mean_loss
-from tests.parallel.parity import Case, edited, windows, work_of
+from tests.parallel.parity import Case, Found, edited, joined, whole, windows, work_of
 from tests.parallel.pool import Pool
-from tests.parallel.tensor_kit import FAMILIES, check_all, runs
+from tests.parallel.tensor_kit import FAMILIES, alone, check_all, runs
 
 pytestmark = pytest.mark.dist
 
@@ -97,3 +98,29 @@ def validated(technique: str, settings: ParallelSettings | None) -> Validated:
         then = backward(work, mesh.share(later), 0).loss
     heads = cache.layers[0].keys.shape[1]
     return Validated(loss, ids.tolist(), heads, then)
+
+
+def compiled(case: Case, settings: ParallelSettings) -> Found:
+    """The first window of a case, its blocks compiled."""
+    mesh = Processes(settings)
+    edit = edited(case)
+    work = work_of(case, mesh, edit)
+    found = Found()
+    with packing(edit.model, True), Blocks(edit.model).running() as blocks:
+        blocks.compile(True)
+        found.loss = backward(work, mesh.share(windows(case)[0]), 0).loss
+        mesh.reduce(edit.trainable())
+        own = mesh.own(edit.trainable())
+        found.norm, found.gradients = float(mesh.norm(own)), whole(own)
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_blocks(pool: Pool) -> None:
+    case = Case("lora", model=(("num_hidden_layers", 1),))
+    expected = alone(case)
+    found = pool.run(2, compiled, case, ParallelSettings(tensor=2))
+    # Norms compute in fp32, which a compiled graph rounds otherwise.
+    for name, gradient in joined([one.gradients for one in found]).items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-5)
+    assert [one.norm for one in found] == [pytest.approx(expected.norm, rel=1e-5)] * 2
