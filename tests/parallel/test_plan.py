@@ -131,6 +131,32 @@ def test_each_process_holds_what_was_said(pool: Pool, processes: int) -> None:
         assert mine == expected, (rank, LAYOUTS[processes])
 
 
+PAGE: list[tuple[str, int, dict[str, Any]]] = [
+    ("one process", 1, {}),
+    ("2, zero 0", 2, {}),
+    ("2, zero 1", 2, {"zero": 1}),
+    ("2, zero 2", 2, {"zero": 2}),
+    ("2, zero 3", 2, {"zero": 3}),
+    ("2, tensor 2", 2, {"tensor": 2}),
+    ("2, pipeline 2", 2, {"pipeline": 2}),
+    ("4, tensor 2, pipeline 2", 4, {"tensor": 2, "pipeline": 2}),
+    ("8, zero 3", 8, {"zero": 3}),
+]
+"""The layouts of the table in docs/parallel.md; the process that holds most is shown."""
+
+
+def test_the_table_of_the_page_is_what_is_held() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    for name, processes, layout in PAGE:
+        plan = plan_of(ParallelSettings(**layout), processes)
+        for case in (CASES[0], CASES[2]):
+            edit = edited(case)
+            every = [predicted(plan, edit.model, edit.trainable(), 2, r) for r in range(processes)]
+            most = max(every, key=lambda one: one.total - one.gathered)
+            cells = f"{most.weights:,} | {most.gradients:,} | {most.state:,}"
+            assert f"| {name} | {case.technique} | {cells} |" in text
+
+
 # --- refusals --------------------------------------------------------------------------------------------------
 
 SMOL = Facts("llama", 30, 576, {"heads of queries": 9, "heads of keys and values": 3}, False, True)
