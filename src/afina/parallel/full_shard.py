@@ -132,6 +132,16 @@ class FullShards:
         self._own: dict[str, nn.Parameter] = {}
         self._ready, self._opened = False, 0
 
+    def embody(self, device: torch.device) -> None:
+        """Gives memory to the pieces of a model on the meta device; the values are still to come."""
+
+        def made(tensor: Tensor) -> Tensor:
+            empty = tensor.is_meta and isinstance(tensor, DTensor)
+            return torch.empty_like(tensor, device=device) if empty else tensor
+
+        apply: Any = self.root._apply
+        apply(made)
+
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """The pieces; only once the model has its values."""
         if not self._own:

@@ -20,14 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from afina.config import ParallelSettings
 from afina.errors import RunError
 from afina.parallel.copies import Copies
+from afina.parallel.full_shard import FullShards
 from afina.parallel.held import Held, held
-from afina.parallel.parts import parts_of, placed
+from afina.parallel.parts import materialise, parts_of, placed
 from afina.parallel.pipeline import Pipeline
 from afina.parallel.plan import Plan, plan_of
-from afina.parallel.runtime import Micro, Named, dealt
+from afina.parallel.runtime import Fill, Micro, Named, dealt
 from afina.parallel.store import Lot
 from afina.parallel.tensor import Slices
-from afina.parallel.together import by_first
+from afina.parallel.together import by_first, together
 from afina.parallel.watch import Watch, is_lost, met
 from afina.tree.pieces import Piece, mark, piece_of
 
@@ -150,20 +151,34 @@ class Processes:
         """
         return self.mesh.get_group(name)
 
-    def hold(self, model: nn.Module, tensors: Named) -> None:
-        """Takes this process's part of what trains, by the plan."""
+    def hold(self, model: nn.Module, tensors: Named, fill: Fill | None = None) -> None:
+        """Takes this process's part of the model, by the plan; see `Mesh.hold`."""
         if self.plan.tensor > 1:
             self._slices = Slices(self.group("tensor"), model, tensors)
         if self.plan.pipeline > 1:
             self._pipeline = Pipeline(self, model, tensors, self._split)
         tensors = self._mine(tensors)
         self._places = placed(model, self.holds)
+        # Only what is shared out by torch is so before it has values.
+        later = self.plan.zero == 3 and self.plan.shard > 1
+        if fill is not None and not later:
+            self._fill(model, fill)
+            tensors = {name: model.get_parameter(name) for name in tensors}
         self._held = held(self, model, tensors)
+        if fill is not None and isinstance(self._held, FullShards):
+            self._held.embody(torch.device("cpu") if self.plan.offload else self.device)
+            self._fill(model, fill)
         apart = self.plan.pipeline > 1 or self.plan.tensor > 1
         if apart and self._held.whole and self.plan.data_rank(self.rank):
             # Each group with rows of its own holds a copy; the first one stands for it in sums over all processes.
             for parameter in tensors.values():
                 mark(parameter, replace(piece_of(parameter), counted=False))
+
+    def _fill(self, model: nn.Module, fill: Fill) -> None:
+        """Gives this process's part of a model on the meta device memory, and its values."""
+        materialise(model, self._places, self.device)
+        parts = self.parts(model)
+        together(self, lambda: fill(parts, self.device))
 
     def _mine(self, tensors: Named) -> Named:
         """Those that are of this process's part of the model."""

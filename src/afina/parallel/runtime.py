@@ -12,13 +12,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from afina.parallel.parts import parts_of, placed
+from afina.parallel.parts import materialise, parts_of, placed
 from afina.parallel.plan import Plan
 from afina.parallel.store import Lot
 from afina.types import Batch
 
 T = TypeVar("T")
 Named = Mapping[str, nn.Parameter]
+Fill = Callable[[Mapping[str, Lot], torch.device], None]
+CPU = torch.device("cpu")
 
 
 class Micro(Protocol):
@@ -79,8 +81,15 @@ class Mesh(Protocol):
         """Inside the block a process that is missed is told by name, with the step."""
         ...
 
-    def hold(self, model: nn.Module, tensors: Named) -> None:
-        """From here on this process holds its own part of what trains; all have the same values by now."""
+    def hold(self, model: nn.Module, tensors: Named, fill: Fill | None = None) -> None:
+        """From here on this process holds its own part of what trains.
+
+        Args:
+            model: with the same values in all processes, or without any, on the meta device.
+            tensors: that train, by name.
+            fill: gives the model its values, told what of each parameter is here, and where buffers go; None where it
+                has them.
+        """
         ...
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
@@ -205,8 +214,11 @@ class OneProcess:
         """There is nobody to miss."""
         return nullcontext()
 
-    def hold(self, model: nn.Module, tensors: Named) -> None:
+    def hold(self, model: nn.Module, tensors: Named, fill: Fill | None = None) -> None:
         """Everything is held."""
+        if fill is not None:
+            materialise(model, placed(model, lambda name: True), CPU)
+            fill(self.parts(model), CPU)
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """All of it."""

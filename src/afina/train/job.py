@@ -37,6 +37,7 @@ from afina.train import (
 from afina.train.base_losses import BaseLosses
 from afina.train.classes import PADDED, options_for
 from afina.train.entering import Entering
+from afina.train.filling import Filling
 from afina.train.fit import (
     refuse_idle_settings,
     refuse_in_stages,
@@ -67,6 +68,7 @@ from afina.train.state import (
     Machine,
     State,
     harmless,
+    of_digests,
     on_the_card,
     recorded,
     rows_in_words,
@@ -138,16 +140,7 @@ class Job:
         refuse_in_stages(mesh.plan, self.seams, scores=scored)
         # Rows are read by now: processes that wait for each other do not wait for that.
         mesh.begin()
-        self.values = {
-            BASE: base_fingerprint(self.model, self.edit),
-            START: starting_weights(self.edit),
-        }
-        # From here on no process may have what trains whole.
-        self.twin = twin_of(self.edit) if mesh.plan.shares_weights else None
-        beside = self.settings.save_async and self.twin is None
-        self.copy = twin_of(self.edit, frozen=True) if beside else None
-        mesh.hold(self.model, self.edit.trainable())
-        self.edit.renew()
+        self.values = self._hold()
         # What the settings cannot make is refused before a run that is there is removed.
         self.optimiser = self._optimiser()
         spread = self.optimiser.spread(self.settings.lr)
@@ -164,6 +157,27 @@ class Job:
                     )
             finally:
                 say.close()
+
+    def _hold(self) -> dict[str, str]:
+        """Each process takes its part of the model; what tells base and starting weights from others, of all of it."""
+        mesh, edit, unread = self.options.mesh, self.edit, self.options.unread
+        # From here on no process may have what trains whole.
+        self.twin = twin_of(edit) if mesh.plan.shares_weights or unread else None
+        beside = self.settings.save_async and self.twin is None
+        self.copy = twin_of(edit, frozen=True) if beside else None
+        if unread is None or self.twin is None:
+            found = {BASE: base_fingerprint(self.model, edit), START: starting_weights(edit)}
+            mesh.hold(self.model, edit.trainable())
+            edit.renew()
+            return found
+        read = unread.read
+        base = mesh.told(lambda: base_fingerprint(self.model, edit, read=read))
+        filling = Filling(edit, self.twin, unread, self.settings.seed)
+        mesh.hold(self.model, edit.trainable(), filling.fill)
+        edit.renew()
+        together(mesh, lambda: filling.digest_in_place(mesh.rank, mesh.plan.processes))
+        digests = {n: d for told in mesh.gathered(filling.digests) for n, d in told.items()}
+        return {BASE: base, START: of_digests(digests)}
 
     @contextmanager
     def _claimed(self) -> Generator[None, None, None]:

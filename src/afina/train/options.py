@@ -11,6 +11,7 @@ from torch import nn
 from afina.config import Resolved, of_kind
 from afina.data.settings import DataSettings
 from afina.errors import ConfigError
+from afina.models.in_parts import Unread
 from afina.parallel.runtime import Mesh, OneProcess
 from afina.train.report import Reporter
 from afina.tree import Seams
@@ -31,6 +32,7 @@ class RunOptions:
         measured: validation rows -> the names of the scores that `evaluate` gives for them; None: not known beforehand.
         seams: functions of techniques that change with time.
         mesh: the processes.
+        unread: the base's values, where the model has none yet (`models.in_parts`); None where it has them.
         reporter: None is a live line in a terminal and plain lines elsewhere.
         config: the resolved configuration, for config.yaml; None writes one from the arguments.
         resume: go on from the folder's latest checkpoint.
@@ -45,6 +47,7 @@ class RunOptions:
     measured: Callable[[Sequence[Row]], Collection[str]] | None = None
     seams: Seams = field(default_factory=Seams)
     mesh: Mesh = field(default_factory=OneProcess)
+    unread: Unread | None = None
     reporter: Reporter | None = None
     config: Resolved[Any] | None = None
     resume: bool = False
