@@ -55,6 +55,7 @@ BESIDE: tuple[tuple[tuple[Technique, ...], str], ...] = (
     ((LoRA(rank=2, loraplus_ratio=4.0), LayerDecay(decay=0.5)), "llama_tied"),
     ((LoRA(rank=2), Reversible(plain=1)), "llama"),
     ((LoRA(rank=2), TokenPruning(score="predictor", layers="0-1")), "llama"),
+    ((LoRA(rank=2), TokenPruning(score="random", layers="0-1")), "llama"),
     ((LoRA(rank=2), TokenPruning(score="loss", layers="1", dropped="cut")), "llama"),
     ((Quantize(), LoRA(rank=2)), "llama"),
 )
@@ -64,7 +65,6 @@ REASONS = {
     "curriculum": "says which rows a step has, before they are dealt out; it has a run of its own below",
     "dropout": "draws for each micro-batch by its number, and several processes cut a step otherwise: the rows here "
     "have it off",
-    "random": "token_pruning with score random draws in the same way",
     "bert": "predicts no next token, so that no run trains it as these rows do; what acts on its maps acts on those of "
     "the other models",
 }

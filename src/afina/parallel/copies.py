@@ -121,6 +121,22 @@ def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> list[l
     return found
 
 
+def each(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """What every process of a group gives (N,), in their order; N may differ."""
+    mine = torch.tensor([len(values)], device=values.device)
+    sizes = mine.new_empty(group.size())
+    all_gather(sizes, mine, group)
+    longest = int(sizes.max())
+    if not longest:
+        return [values] * group.size()
+    filled = values.new_zeros(longest)
+    filled[: len(values)] = values
+    found = values.new_empty(group.size() * longest)
+    all_gather(found, filled, group)
+    parts = zip(found.view(-1, longest), sizes.tolist(), strict=True)
+    return [part[:size] for part, size in parts]
+
+
 def reduce_scatter(share: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
     """Sums the messages (parts · width,) of the processes; each gets its share (width,)."""
     _named("reduce_scatter_single", "reduce_scatter_tensor")(share, message, group=group)

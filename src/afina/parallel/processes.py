@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from afina.config import ParallelSettings
 from afina.errors import RunError
-from afina.parallel.copies import Copies
+from afina.parallel.copies import Copies, each
 from afina.parallel.full_shard import FullShards
 from afina.parallel.held import Held, held
 from afina.parallel.parts import materialise, parts_of, placed
@@ -272,6 +272,10 @@ class Processes:
     def sum(self, value: float) -> float:
         """Over the processes with different rows."""
         return self._all(value, dist.ReduceOp.SUM, self.group("data"))
+
+    def each(self, values: Tensor) -> list[Tensor]:
+        """See `Mesh.each`."""
+        return each(values, self.group("data"))
 
     def least(self, value: float) -> float:
         """Over all processes."""

@@ -163,6 +163,10 @@ class Mesh(Protocol):
         """The sum of a number over the processes that see different rows."""
         ...
 
+    def each(self, values: Tensor) -> list[Tensor]:
+        """What every process that sees other rows gives (N,), in their order; N may differ, the type may not."""
+        ...
+
     def least(self, value: float) -> float:
         """The least of a number over all processes."""
         ...
@@ -275,6 +279,10 @@ class OneProcess:
     def sum(self, value: float) -> float:
         """The value itself."""
         return value
+
+    def each(self, values: Tensor) -> list[Tensor]:
+        """Its own alone."""
+        return [values]
 
     def least(self, value: float) -> float:
         """The value itself."""

@@ -13,6 +13,7 @@ from afina.techniques.pruned_blocks import CutBlock, PrunedBlock
 from afina.techniques.pruned_pass import Entry, Told
 from afina.techniques.pruned_scores import ByDraw, ByLoss, ByNetwork, Chooser, LossTable
 from afina.tree import Edit, Seams
+from afina.tree.timing import Each
 from afina.types import Batch
 
 if TYPE_CHECKING:
@@ -264,5 +265,11 @@ def seams_of(edit: Edit, settings: TokenPruning, total_steps: int) -> Seams:
         if entry.table is not None:
             entry.table.learn()
 
+    def bring(each: Each) -> None:
+        for chooser in choosers:
+            chooser.bring(each)
+        if entry.table is not None:
+            entry.table.bring(each)
+
     see = () if entry.table is None else (entry.table.see,)
-    return Seams(on_batch=(tell,), loss=see, after_step=(learn,))
+    return Seams(on_batch=(tell,), loss=see, bring=(bring,), after_step=(learn,))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from afina.ops.pruning import drawn, lengths_of, lowest, quantile_above, rounded, uniform
 from afina.tree import seed_of
+from afina.tree.timing import Each
 from afina.types import IGNORE, Batch
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class Chooser(nn.Module):
     def reset(self, seed: int) -> None:
         """The start of a run."""
         self.seed = seed
+
+    def bring(self, each: Each) -> None:
+        """After the last pass of a step: what processes saw of their own rows is brought together."""
 
     def learn(self, share: float) -> None:
         """After a step, told what a row keeps in the next."""
@@ -148,6 +152,16 @@ class ByThreshold(Chooser):
         super().reset(seed)
         self.threshold.fill_(-torch.inf)
         self.seen.clear()
+
+    @torch.no_grad()
+    def bring(self, each: Each) -> None:
+        """See `Chooser`: a quantile is one of all rows."""
+        none = torch.zeros(0, dtype=self.threshold.dtype, device=self.threshold.device)
+        scores_N = torch.cat([none, *(one.scores_N for one in self.seen)])
+        counts = [sum(one.own for one in self.seen), sum(one.stays for one in self.seen)]
+        own, stays = torch.stack(each(torch.tensor(counts, device=none.device))).sum(0).tolist()
+        scores_N = torch.cat(each(scores_N))
+        self.seen = [Seen(scores_N, int(own), int(stays))] if own else []
 
     @torch.no_grad()
     def learn(self, share: float) -> None:
@@ -254,6 +268,15 @@ class LossTable(nn.Module):
         self.sums[0].index_add_(0, targets_N, losses_N.detach().double())
         self.sums[1].index_add_(0, targets_N, torch.ones_like(targets_N, dtype=torch.float64))
         return losses_N
+
+    @torch.no_grad()
+    def bring(self, each: Each) -> None:
+        """The sums of all rows of a step."""
+        mine = torch.zeros(
+            2, *self.losses_V.shape, dtype=torch.float64, device=self.losses_V.device
+        )
+        mine = mine if self.sums is None else self.sums
+        self.sums = torch.stack(each(mine.flatten())).sum(0).view_as(mine)
 
     @torch.no_grad()
     def learn(self) -> None:

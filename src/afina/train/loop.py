@@ -81,6 +81,8 @@ def loop(
             moves += 1
             learnt = rows, done.loss
         _clear(work)
+        for bring in work.seams.bring:
+            bring(work.mesh.each)
         for after in work.seams.after_step:
             after(step)
         yield Step(

@@ -64,6 +64,10 @@ class Chooser(ABC):
         """
 
 
+Each = Callable[[Tensor], "list[Tensor]"]
+"""From values (N,) of this process to those of every process that sees other rows, this one among them."""
+
+
 @dataclass(frozen=True)
 class Seams:
     """Functions that the loop calls; all empty for a plain run. Steps count from 0.
@@ -78,6 +82,8 @@ class Seams:
         before_step: (step, named tensors), gradients reduced and clipped; torch is seeded by the run's seed and the
             step, so that what is drawn here does not depend on how the step was cut.
         moved: (step, named tensors), once the tensors have moved; their gradients are still there.
+        bring: (`Each`,), after the last pass of a step: what was noted of rows is brought together, by every process alike,
+            for each saw its own rows alone.
         after_step: (step,), whether or not the tensors moved; gradients are cleared.
     """
 
@@ -89,6 +95,7 @@ class Seams:
     param_groups: tuple[Callable[[dict[str, float]], dict[str, float]], ...] = ()
     before_step: tuple[Callable[[int, dict[str, nn.Parameter]], None], ...] = ()
     moved: tuple[Callable[[int, dict[str, nn.Parameter]], None], ...] = ()
+    bring: tuple[Callable[[Each], None], ...] = ()
     after_step: tuple[Callable[[int], None], ...] = ()
 
     def and_then(self, other: Seams) -> Seams:
