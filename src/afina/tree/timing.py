@@ -82,8 +82,8 @@ class Seams:
         before_step: (step, named tensors), gradients reduced and clipped; torch is seeded by the run's seed and the
             step, so that what is drawn here does not depend on how the step was cut.
         moved: (step, named tensors), once the tensors have moved; their gradients are still there.
-        bring: (`Each`,), after the last pass of a step: what was noted of rows is brought together, by every process alike,
-            for each saw its own rows alone.
+        bring: (`Each`,), after the last pass of a step: what was noted of rows is brought together, by every process
+            alike, for each saw its own rows alone.
         after_step: (step,), whether or not the tensors moved; gradients are cleared.
     """
 
