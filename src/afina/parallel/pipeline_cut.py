@@ -117,16 +117,33 @@ def result_of(model: nn.Module, blocks: Blocks, chunk: Chunk) -> Tensor:
         speaker.set_attn_implementation(knowing("eager") if front_of(model) else "eager")
         with torch.enable_grad(), blocks.only(chunk, entering):
             try:
-                given: Any = speaker(input_ids=ids_BT, use_cache=False)
+                given: Any = speaker(input_ids=ids_BT, use_cache=False, **_mask(model, ids_BT))
                 result: Tensor = next(
                     given[name] for name in ("logits", "last_hidden_state") if name in given
                 )
             except Left as left:
                 result = left.hidden_BTD
+            except (RuntimeError, NotImplementedError) as error:
+                if not ids_BT.is_meta:
+                    raise
+                raise TechniqueError(
+                    "parallel.pipeline: a pass of this model looks at values, and it is cut before it has any",
+                    got=str(error).splitlines()[0],
+                    cure="set parallel.zero to 3 instead; or train from Python, with a model from afina.load",
+                ) from error
     finally:
         model.train(training)
         speaker.set_attn_implementation(implementation)
     return result.double().sum()
+
+
+def _mask(model: nn.Module, ids_BT: Tensor) -> dict[str, Tensor]:
+    """Without values a mask that is made already, for to make one Transformers looks at what is in positions."""
+    if not ids_BT.is_meta:
+        return {}
+    tokens = ids_BT.shape[1]
+    dtype = model.get_submodule(seams.input_embedding(model)).get_parameter("weight").dtype
+    return {"attention_mask": torch.zeros(1, 1, tokens, tokens, dtype=dtype, device="meta")}
 
 
 @torch.no_grad()
