@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from afina.cli import main
 from afina.config import ParallelSettings
 from afina.data.settings import DataSettings
+from afina.models import hub
 from afina.models.hub import load
 from afina.models.in_parts import load_in_parts
 from afina.parallel.processes import Processes
@@ -20,15 +25,19 @@ from afina.techniques.dora import DoRA
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.techniques.prompt import PromptTuning
+from afina.train.filling import Filling
 from afina.train.metrics import read_metrics
 from afina.train.options import RunOptions
 from afina.train.report import Silent
 from afina.train.run import train
+from afina.tree.twin import twin_of
 from tests.parallel.pool import Pool
-from tests.tiny import byte_tokenizer, tiny_llama
+from tests.tiny import byte_tokenizer, save_model, tiny_llama
 from tests.train.kit import ragged_rows
 
 pytestmark = pytest.mark.dist
+
+CPU = torch.profiler.ProfilerActivity.CPU
 
 HOW: dict[str, Any] = {"optimizer": "sgd", "lr": 0.3, "steps": 3, "rows_per_step": 4}
 TECHNIQUES: dict[str, Any] = {
@@ -98,3 +107,79 @@ def test_a_run_from_parts_is_that_of_one_process(
     told = [json.loads((p / "start.json").read_text())["settings"] for p in (out, alone)]
     for name in ("the base model's weights", "the starting weights"):
         assert told[0][name] == told[1][name]
+
+
+def _verb(words: list[str], *, whole: bool) -> tuple[int, str]:
+    """`afina train` as this process of several; `whole` says whether the model may be read whole."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        if not whole:
+            patch.setattr(hub, "_model", _refused)
+        return main(words), said.getvalue()
+
+
+def _refused(*_: Any) -> None:
+    raise AssertionError("the model was read whole")
+
+
+@pytest.mark.parametrize(
+    ("more", "whole"),
+    [
+        ((), None),
+        (("--technique", "prefix"), "prefix starts from a pass of the whole model"),
+    ],
+)
+def test_the_verb_reads_parts_where_it_can_and_says_where_not(
+    pool: Pool, tmp_path: Path, more: tuple[str, ...], whole: str | None
+) -> None:
+    save_model(tmp_path / "tiny", tiny_llama(dtype=torch.float32), byte_tokenizer())
+    rows = [{"prompt": f"say {i}", "completion": str(i)} for i in range(8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sets = ["train.compile=false", "parallel.zero=3", "train.micro_rows=2", "train.dtype=fp32"]
+    words = ["train", str(tmp_path / "tiny"), str(data), "-o", str(tmp_path / "run"), *more]
+    words += ["--steps", "2", *(word for one in sets for word in ("--set", one))]
+    done = pool.run(2, functools.partial(_verb, whole=whole is not None), words)
+    assert [code for code, _ in done] == [0, 0], done[0][1]
+    told = "each process reads the model whole"
+    assert (told in done[0][1]) == (whole is not None)
+    if whole is not None:
+        assert f"{told}: {whole}" in done[0][1]
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
+
+
+def _peak(folder: Path, shared: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes allocated at most while a process takes its part of a model; its share; the largest tensor."""
+    mesh = Processes(ParallelSettings(**shared))
+    mesh.begin()
+    with torch.profiler.profile(activities=[CPU], profile_memory=True) as profile:
+        model, _, unread = load_in_parts(folder, "fp32")
+        edit = apply(model, [LoRA(rank=2)], seed=0, undoable=False)
+        filling = Filling(edit, twin_of(edit), unread, 0)
+        mesh.hold(model, edit.trainable(), filling.fill)
+        parts = mesh.parts(model)
+    running = most = 0
+    for event in profile.profiler.kineto_results.events():  # pyright: ignore
+        if event.name() == "[memory]":
+            running += event.nbytes()
+            most = max(most, running)
+    share = sum(lot.tensor.numel() * 4 for lot in parts.values())
+    largest = max(p.numel() * 4 for p in load(folder, "fp32")[0].parameters())
+    mesh.end()
+    return most, share, largest
+
+
+@pytest.mark.parametrize("shared", [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}])
+def test_no_process_has_more_in_memory_than_its_share_and_a_tensor(
+    pool: Pool, tmp_path: Path, shared: dict[str, Any]
+) -> None:
+    model = tiny_llama(dtype=torch.float32, num_hidden_layers=24, hidden_size=64)
+    # A file that is mapped counts as memory here, so they are small.
+    model.save_pretrained(tmp_path, max_shard_size="70KB")
+    byte_tokenizer().save_pretrained(tmp_path)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    for most, share, largest in pool.run(2, _peak, tmp_path, shared):
+        assert share < 0.65 * whole
+        # The rest is what buffers, children and headers take; a second copy of anything would be more.
+        most_allowed = share + largest + whole // 20
+        assert share <= most <= most_allowed < 0.75 * whole

@@ -21,6 +21,47 @@ def quantiser_of(settings: Any) -> Any:
     return next((t for t in settings.techniques if t.key == "quantize"), None)
 
 
+def in_parts(
+    settings: Any, hub: dict[str, Any], device: str | None, *, init_from: Path | None
+) -> tuple[Any, Any, Any, Any] | str:
+    """A model of which each process reads its own part later: see `models.in_parts`.
+
+    Args:
+        settings: of the run.
+        hub: how to reach it.
+        device: of this process.
+        init_from: the adapter to start from; None for a run that starts from nothing.
+
+    Returns:
+        The model, its tokenizer, what was changed in it, and its values; or why it has to be read whole.
+    """
+    from afina.models.in_parts import NotInPartsError, load_in_parts
+    from afina.table import apply
+    from afina.train.filling import refuse_whole_start
+
+    if init_from is not None:
+        return "the run starts from an adapter"
+    if quantiser_of(settings) is not None:
+        return "its weights are packed as they are read"
+    try:
+        model, tokenizer, unread = load_in_parts(
+            settings.model,
+            dtype=settings.train.dtype,
+            device=device,
+            revision=settings.revision,
+            **head_for(settings),
+            **hub,
+        )
+    except NotInPartsError as why:
+        return str(why)
+    whole = refuse_whole_start(model, settings.techniques)
+    if whole is not None:
+        return whole
+    seed = settings.train.seed
+    edit = apply(model, settings.techniques, seed=seed, undoable=False, tokenizer=tokenizer)
+    return model, tokenizer, edit, unread
+
+
 TASKS = {"text_label": "classification", "tokens_tags": "token_classification"}
 """Format of rows with classes -> the task that the model is loaded for."""
 

@@ -11,7 +11,15 @@ import typer
 
 from afina.cli import compiled
 from afina.cli.processes import Several, several
-from afina.cli.starting import head_for, is_finished, quantiser_of, scoring, sources_of, start_from
+from afina.cli.starting import (
+    head_for,
+    in_parts,
+    is_finished,
+    quantiser_of,
+    scoring,
+    sources_of,
+    start_from,
+)
 
 EXAMPLES = (
     "afina train smollm2-135m calls.jsonl -o runs/calls-001",
@@ -270,13 +278,22 @@ def _run(
     say.say(f"{settings.model}: {choose(device, settings.train.dtype)}")
     if several:
         say.say(f"{mesh.plan.processes} processes: {mesh.plan}")
-    model, tokenizer, edit, resolved = _started(resolved, hub, start, device)
+    read: dict[str, Any] = {}
+    if mesh.plan.shares_weights:
+        found = in_parts(settings, hub, device, init_from=start["source"])
+        if isinstance(found, str):
+            say.say(f"each process reads the model whole: {found}")
+        else:
+            model, tokenizer, edit, read["unread"] = found
+    if not read:
+        model, tokenizer, edit, resolved = _started(resolved, hub, start, device)
     options = RunOptions(
         base=settings.model,
         data_settings=settings.data,
         reporter=say,
         config=resolved,
         mesh=mesh,
+        **read,
         **scoring(settings, tokenizer),
         **way,
         **changing,
