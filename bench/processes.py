@@ -20,6 +20,7 @@ from pathlib import Path
 from afina.train.metrics import read_metrics
 
 ROWS, ROWS_PER_STEP = 64, 4
+LR = "5e-5"  # low, so that the loss is far from nothing at the end too
 
 
 def rows() -> list[dict[str, str]]:
@@ -38,7 +39,7 @@ def run(model: str, out: Path, steps: int, words: Sequence[str]) -> list[float]:
     """The losses of a run."""
     command = [
         sys.executable, "-m", "afina.cli", "train", model, str(out.parent / "rows.jsonl"), "-o", str(out),
-        "--steps", str(steps), "--rows-per-step", str(ROWS_PER_STEP), "--rank", "8",
+        "--steps", str(steps), "--rows-per-step", str(ROWS_PER_STEP), "--rank", "8", "--lr", LR,
         "--set", "train.dtype=fp32", "--set", "train.compile=false", "--set", "train.micro_rows=2",
         "--set", "train.save_every=null", "--set", "train.threads=1", *words,
     ]  # fmt: skip

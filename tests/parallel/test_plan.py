@@ -290,3 +290,20 @@ def test_train_refuses_a_plan_before_weights_are_read(
     assert main([*words, "--hosts", "2"]) == ConfigError.exit_code
     assert "--nproc" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+def test_a_run_of_several_goes_on_in_one_unless_this_call_says_otherwise(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    words = ["train", "tiny", "rows.jsonl", "-o", "run", "--steps", "1", "--rows-per-step", "2"]
+    assert main(words) == 0
+    file = Path("run/config.yaml")
+    text = file.read_text()
+    assert text.count("zero: 0") == text.count("tensor: 1") == 1
+    file.write_text(text.replace("zero: 0", "zero: 1").replace("tensor: 1", "tensor: 2"))
+    more = ["train", "--resume", "--allow-changes", "-o", "run"]
+    assert main([*more, "--steps", "3", "--set", "parallel.tensor=2"]) == ConfigError.exit_code
+    assert "would do nothing in one" in capsys.readouterr().err
+    assert main([*more, "--steps", "2"]) == 0
+    assert "going on after step 1 of 2" in capsys.readouterr().err

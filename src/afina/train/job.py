@@ -21,6 +21,7 @@ from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.ops import attention
 from afina.optim.optimisers import Optimiser
+from afina.parallel.runtime import OneProcess
 from afina.parallel.together import together
 from afina.train import (
     checkpoint,
@@ -219,7 +220,7 @@ class Job:
         start = None
         if options.goes_on:
             start = mesh.told(lambda: resume.origin(self.out, options.resume_from))
-        with resume.threads(self.settings.threads or (start.threads if start else None)):
+        with resume.threads(self._threads(start)):
             now = self._state(given, start)
             if start is None:
                 if options.goes_on:
@@ -240,6 +241,13 @@ class Job:
             if told:
                 mesh.told(lambda: record.write_changes(self.out, given.resolved, state.step, told))
             return self._train(given, state, changes, say)
+
+    def _threads(self, start: Origin | None) -> int | None:
+        """Of torch: as set, else as then, which keeps the last bits; None where other processes share the cores."""
+        if self.settings.threads or start is None:
+            return self.settings.threads
+        then = start.state.settings.get(PROCESSES, str(OneProcess.plan))
+        return start.threads if then == str(self.options.mesh.plan) else None
 
     def _restore(
         self, start: Origin, now: State, changes: Sequence[Difference], say: Reporter
