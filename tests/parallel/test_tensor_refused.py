@@ -20,7 +20,8 @@ from afina.parallel.plan import Plan
 from afina.parallel.processes import Processes
 from afina.parallel.tensor_calls import Behind
 from afina.parallel.tensor_place import Placed, Which, placed
-from afina.parallel.tensor_plan import counts_in, counts_of, refuse_size, sizes, ways_of
+from afina.parallel.tensor_plan import ways_of
+from afina.parallel.tensor_sizes import counts_in, counts_of, refuse_size, sizes
 from afina.table import apply
 from afina.techniques.bottleneck import Bottleneck, BottleneckDelta
 from afina.techniques.lora import LoRA

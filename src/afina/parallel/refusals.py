@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from afina.errors import ConfigError
 from afina.parallel.bubbles import CHUNKS
 from afina.parallel.plan import Plan
-from afina.parallel.tensor_plan import counts_of, sizes
+from afina.parallel.tensor_sizes import counts_of, sizes
 
 
 @dataclass(frozen=True)

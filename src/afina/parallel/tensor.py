@@ -46,7 +46,8 @@ from afina.parallel.tensor_calls import (
     without_bias,
 )
 from afina.parallel.tensor_place import CUT, Placed, marked, placed
-from afina.parallel.tensor_plan import WAY_OUT, Way, counts_in, refuse_size, ways_of
+from afina.parallel.tensor_plan import WAY_OUT, Way, ways_of
+from afina.parallel.tensor_sizes import counts_in, refuse_size
 from afina.parallel.watch import is_lost
 from afina.seams import ELSEWHERE, PART, vocabulary
 from afina.tree import Delta

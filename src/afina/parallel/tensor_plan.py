@@ -1,4 +1,4 @@
-"""How a model's own plan says that its matrices are shared out, and into how many parts that can be.
+"""How a model's own plan says that its matrices are shared out.
 
 Transformers has the plan as strings, by the name of a module: `model.layers.*.self_attn.q_proj: colwise`. Each string
 that is known here is one `Way`; another is refused by name, and so is a model without a plan.
@@ -28,7 +28,6 @@ Source: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3; the str
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -38,7 +37,6 @@ from torch import nn
 from afina import seams
 from afina.errors import ConfigError
 from afina.ops.packed import PackedWeight
-from afina.parallel.plan import divisors
 from afina.tree import Delta
 
 Way = Literal[
@@ -70,16 +68,6 @@ WAYS: Mapping[str, Way] = {
 OF_EXPERTS = ("packed_colwise", "colwise", "rowwise", "packed_rowwise")
 """What is said of the tensors of a module of experts, which are shared out together."""
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Under these names configs have the number of experts."""
-
-WIDTHS = (
-    "intermediate_size",
-    "moe_shared_expert_intermediate_size",
-    "shared_expert_intermediate_size",
-)
-"""Under these names configs have the widths of feed-forwards that are cut."""
-
 
 def ways_of(model: nn.Module, parts: int) -> dict[str, Way]:
     """The way of every module that a model's plan names; of the ends, if they are shared out.
@@ -103,7 +91,7 @@ def ways_of(model: nn.Module, parts: int) -> dict[str, Way]:
             continue
         way = WAYS.get(style)
         if way is None or name not in modules:
-            raise _unknown(name, style)
+            raise refused_unknown(name, style)
         found[name] = way
     head = seams.head(model).name
     ends: dict[str, Way] = {seams.input_embedding(model): "vocabulary"}
@@ -200,105 +188,11 @@ def refused_without(model: str) -> ConfigError:
     )
 
 
-def _unknown(name: str, style: str) -> ConfigError:
+def refused_unknown(name: str, style: str) -> ConfigError:
+    """The error of a string that is not known."""
     return ConfigError(
         "parallel.tensor: the model's own plan shares something out in a way that is not known here",
         got=f"{name}: {style}",
         wanted=", ".join(WAYS),
         cure=WAY_OUT,
     )
-
-
-# --- how many parts there can be -------------------------------------------------------------------------------
-
-
-def counts_of(config: Any) -> dict[str, int]:
-    """What must be shared out evenly, in words, with how many there are, as a config says it.
-
-    Args:
-        config: of a model.
-
-    Raises:
-        ConfigError: its plan has a string that is not known.
-    """
-    text = config.get_text_config()
-    plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
-    for name, style in plan.items():
-        if style not in WAYS and style not in OF_EXPERTS:
-            raise _unknown(name, style)
-    cut = {name.rpartition(".")[2] for name, style in plan.items() if WAYS.get(style) == "columns"}
-    found: dict[str, int] = {}
-    if cut & set(seams.QUERY_VALUE):
-        heads = int(text.num_attention_heads)
-        found["heads of queries"] = heads
-        found["heads of keys and values"] = _least(
-            getattr(text, "num_key_value_heads", None), heads
-        )
-    if any("mlp" in n or "feed_forward" in n for n, s in plan.items() if WAYS.get(s) == "columns"):
-        for name in WIDTHS:
-            if isinstance(width := getattr(text, name, None), int) and width:
-                found[name] = width
-    if "moe_tp_experts" in plan.values():
-        experts = next((e for n in EXPERTS if (e := getattr(text, n, None))), None)
-        if experts is not None:
-            found["experts"] = int(experts)
-    return found
-
-
-def _least(value: Any, default: int) -> int:
-    """A number of each layer, or of all of them: what divides all of it."""
-    if isinstance(value, list | tuple):
-        return math.gcd(*(int(one) for one in value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return int(value) if value else default
-
-
-def sizes(counts: Mapping[str, int]) -> list[int]:
-    """The numbers of parts that all of these can be shared out into."""
-    return divisors(math.gcd(*counts.values())) if counts else [1]
-
-
-def refuse_size(parts: int, counts: Mapping[str, int]) -> None:
-    """Raises for a number of parts that does not divide what is shared out.
-
-    Args:
-        parts: processes that share each matrix.
-        counts: see `counts_of`.
-
-    Raises:
-        ConfigError: with the numbers that would do.
-    """
-    over = {words: count for words, count in counts.items() if count % parts}
-    if over:
-        raise ConfigError(
-            "parallel.tensor does not divide what it shares out",
-            got=f"tensor {parts} for {', '.join(f'{count} {words}' for words, count in over.items())}",
-            wanted=" or ".join(map(str, sizes(counts))),
-            cure=f"set parallel.tensor to {sizes(counts)[-1]}"
-            if sizes(counts)[-1] > 1
-            else WAY_OUT,
-        )
-
-
-def counts_in(model: Any, ways: Mapping[str, Way]) -> dict[str, int]:
-    """What must be shared out evenly in a model, in words, with how many there are.
-
-    Args:
-        model: on any device.
-        ways: of its modules.
-    """
-    found: dict[str, int] = {}
-    attention = tuple(f"{name}." for name in seams.attention_modules(model))
-    for name, way in ways.items():
-        module = model.get_submodule(name)
-        if way == "experts":
-            found["experts"] = math.gcd(found.get("experts", 0), int(module.num_experts))
-        if way not in ("columns", "columns_joined", "rows", "rows_split"):
-            continue
-        out, into = module.weight.shape
-        count = out if way in ("columns", "columns_joined") else into
-        owner, _, tail = name.rpartition(".")
-        head = getattr(model.get_submodule(owner), "head_dim", None)
-        by_heads = head is not None and way in ("columns", "rows") and name.startswith(attention)
-        words = f"{'heads' if by_heads else 'numbers'} of {tail}"
-        found[words] = math.gcd(found.get(words, 0), count // head if by_heads else count)
-    return found
