@@ -11,19 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from afina.adapters import files
 from afina.config import ParallelSettings
+from afina.data.curriculum import Curriculum
 from afina.errors import AfinaError, RunError
+from afina.optim.gradient_noise import GradientNoise
 from afina.parallel import store
 from afina.parallel.processes import Processes
 from afina.parallel.store import Stored
+from afina.techniques.adalora import AdaLoRA
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train import durable, in_pieces, manifest
 from afina.train.metrics import MetricsFile, read_metrics
 from afina.train.report import Silent
 from tests.parallel.pool import Failed, Pool
+from tests.tiny import tiny_llama
 from tests.train.kit import ragged_rows
 from tests.train.kit import run as one_run
 
@@ -31,7 +38,16 @@ pytestmark = pytest.mark.dist
 
 # An eps as large as gradients are: else AdamW makes much of the last bits of one that is nearly zero.
 HOW: dict[str, Any] = {"optimizer": "adamw", "lr": 0.05, "eps": 0.1, "steps": 4, "eval_every": 2}
-TECHNIQUES: dict[str, Any] = {"lora": LoRA(rank=3), "full": Full()}
+TECHNIQUES: dict[str, Any] = {
+    "lora": LoRA(rank=3),
+    "full": Full(),
+    "timed": [
+        LoRA(rank=3),
+        Curriculum(difficulty="loss", start=0.3),
+        GradientNoise(eta=0.05, gamma=0.0, mode="absolute"),
+    ],
+    "adalora": AdaLoRA(init_rank=4, target_rank=2),
+}
 
 Layout = tuple[int, dict[str, Any]]
 """How many processes, and how they share the run."""
@@ -108,7 +124,7 @@ def refuse_other(there: Path, alone: Path, key: str) -> None:
 
 
 def weights(out: Path, key: str) -> dict[str, torch.Tensor]:
-    kind = {"lora": "adapter/adapter_model", "full": "model/model"}[key]
+    kind = "model/model" if key == "full" else "adapter/adapter_model"
     return load_file(out / f"{kind}.safetensors")
 
 
@@ -143,6 +159,10 @@ LAYOUTS: list[tuple[str, Layout, list[Layout]]] = [
     ("lora", ONE, [(2, {"tensor": 2})]),
     ("lora", (4, {"tensor": 2, "zero": 3}), [(2, {"tensor": 2}), (2, {"pipeline": 2})]),
     ("full", (2, {"tensor": 2}), [ONE, (4, {"tensor": 2, "zero": 2})]),
+    ("timed", (2, {"zero": 2}), [ONE, (3, {"zero": 3})]),
+    ("timed", ONE, [(2, {"tensor": 2})]),
+    ("adalora", (2, {"zero": 1}), [ONE, (2, {"tensor": 2})]),
+    ("adalora", (2, {"tensor": 2}), [(2, {"zero": 2})]),
 ]
 
 
@@ -161,6 +181,25 @@ def test_a_run_goes_on_in_another_layout(
         shutil.copytree(out, there)
         on(pool, layout, there, key, resume=True)
         refuse_other(there, alone(key), key)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("layout", [(2, {"zero": 3}), (2, {"tensor": 2}), (2, {"pipeline": 2})])
+def test_peft_and_transformers_read_what_is_left(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
+    ids = torch.tensor([[5, 9, 3, 7]])
+    on(pool, layout, tmp_path / "lora", "lora")
+    theirs: Any = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / "lora/adapter"))
+    ours = tiny_llama()
+    files.load(ours, tmp_path / "lora/adapter")
+    torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=0, atol=1e-9)
+    assert not torch.allclose(ours(ids).logits, tiny_llama()(ids).logits, atol=1e-3)
+    on(pool, layout, tmp_path / "full", "full")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "full/model", dtype=torch.float64)
+    trained_, expected = dict(model.named_parameters()), dict(tiny_llama().named_parameters())
+    assert trained_.keys() == expected.keys()
+    assert all(not torch.equal(p, expected[name]) for name, p in trained_.items())
 
 
 def _faulty(out: Path, shared: dict[str, Any], fault: str, rank: int, more: dict[str, Any]) -> str:
