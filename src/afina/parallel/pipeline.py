@@ -82,7 +82,7 @@ class Pipeline:
 
     Attributes:
         chunks: the stretches of blocks of this process.
-        names: of the parameters that it holds, once for one that has several.
+        names: of the parameters that it holds, all of one that has several.
 
     Raises:
         ConfigError: there are not enough blocks, or the split is not one of them.
@@ -107,9 +107,8 @@ class Pipeline:
         every = [Chunk(n, self.stages, *bound) for n, bound in enumerate(bounds)]
         self.chunks = every[self.place :: mesh.plan.pipeline]
         self._flows = [self._trains_before(chunk, tensors) for chunk in every]
-        self.names = held_names(model, self.stack, self.blocks, self.chunks)
-        self._known = self._all_names(self.names)
-        self._own = [held_names(model, self.stack, self.blocks, [chunk]) for chunk in self.chunks]
+        self._own = [held_names(model, self.stack, self.blocks, chunk) for chunk in self.chunks]
+        self.names = set[str]().union(*self._own)
         self._shared = self._meet(tensors)
         release(model, self.names)
         self._running: Running | None = None
@@ -140,12 +139,6 @@ class Pipeline:
         """Whether gradients flow into what enters a stage."""
         numbers = [in_block(name, self.stack) for name in tensors]
         return not chunk.begins and any(n is None or n < chunk.first for n in numbers)
-
-    def _all_names(self, names: set[str]) -> set[str]:
-        """The names of these parameters, and the others that they have."""
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        ids = {id(named[name]) for name in names}
-        return {name for name, parameter in named.items() if id(parameter) in ids}
 
     def _meet(self, tensors: Named) -> list[tuple[set[str], dist.ProcessGroup]]:
         """Which tensors that train are held by several processes of the pipeline, and the group of those.
@@ -186,11 +179,11 @@ class Pipeline:
 
     def mine(self, tensors: Named) -> dict[str, nn.Parameter]:
         """Those of the tensors that this process holds."""
-        return {name: p for name, p in tensors.items() if name in self._known}
+        return {name: p for name, p in tensors.items() if name in self.names}
 
     def holds(self, name: str) -> bool:
         """Whether the values of a parameter of the model are here."""
-        return name in self._known
+        return name in self.names
 
     def add_shared(self, own: Named) -> None:
         """Sums the gradients of what several stages hold, over those."""
@@ -300,7 +293,7 @@ class Pipeline:
             torch.empty(border.shape, dtype=border.dtype, device="meta", requires_grad=flows)
             for flows in (self._flows[enters], leaves < self.stages and self._flows[leaves])
         ]
-        own = [self.model.get_parameter(name) for name in sorted(self._own[number])]
+        own = [p for name, p in self.model.named_parameters() if name in self._own[number]]
         return PipelineStage(
             Stage(lambda n, received: self._pass(chunk, border, n, received), own),
             chunk.number,

@@ -11,7 +11,7 @@ place of it: nan, so that whatever used it all the same would show in the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,26 +60,25 @@ def in_block(name: str, stack: str) -> int | None:
     return int(name[len(stack) + 1 :].split(".", 1)[0])
 
 
-def held_names(model: nn.Module, stack: str, blocks: Blocks, chunks: Sequence[Chunk]) -> set[str]:
-    """Names of the parameters that these stretches need, once for a tensor that has several.
+def held_names(model: nn.Module, stack: str, blocks: Blocks, chunk: Chunk) -> set[str]:
+    """Names of the parameters that a stretch needs, all of a tensor that has several.
 
     Args:
-        model: whole, with its values.
+        model: whole; it may lie on the meta device.
         stack: its name.
         blocks: of it.
-        chunks: of one process.
+        chunk: the stretch.
     """
     around: dict[str, nn.Parameter] = {}
-    names: set[str] = set()
+    held: set[int] = set()
     for name, parameter in model.named_parameters():
         number = in_block(name, stack)
         if number is None:
             around[name] = parameter
-        elif any(chunk.first <= number < chunk.end for chunk in chunks):
-            names.add(name)
-    for chunk in chunks:
-        names |= needed(model, blocks, chunk, around)
-    return names
+        elif chunk.first <= number < chunk.end:
+            held.add(id(parameter))
+    held |= {id(around[name]) for name in needed(model, blocks, chunk, around)}
+    return {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in held}
 
 
 def needed(
@@ -148,10 +147,9 @@ def _mask(model: nn.Module, ids_BT: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def release(model: nn.Module, held: Iterable[str]) -> None:
-    """Lets go of every parameter that is not held, here or under another name; its memory is free."""
+    """Lets go of every parameter that is not held; its memory is free."""
     names = set(held)
-    kept = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in names}
-    gone = [p for p in model.parameters() if id(p) not in kept]
+    gone = [p for n, p in model.named_parameters() if n not in names and not p.is_meta]
     for parameter in gone:
         parameter.grad = None
         nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
