@@ -32,7 +32,7 @@ from afina.train.validate import mean_loss
 from afina.tree import Technique
 from tests.parallel.parity import Case, edited, joined, run, windows, work_of
 from tests.parallel.pool import Pool
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_gpt2, tiny_llama
 from tests.train import kit
 from tests.train.kit import ragged_rows
 
@@ -257,3 +257,24 @@ def changed_shape() -> str:
 
 def test_a_stage_sends_no_other_shape(pool: Pool) -> None:
     assert "changed their shape" in pool.run(2, changed_shape)[0]
+
+
+def names_held(device: str) -> set[str]:
+    """What this process holds of a model that lies on a device."""
+    mesh = Processes(ParallelSettings(pipeline=2))
+    mesh.begin()
+    model = tiny_gpt2(n_layer=4).to(device)
+    edit = apply(model, [PrefixTuning(tokens=3, start="zero")], seed=0)
+    mesh.hold(edit.model, edit.trainable())
+    found = {name for name, _ in model.named_parameters(remove_duplicate=False) if mesh.holds(name)}
+    mesh.end()
+    return found
+
+
+def test_a_model_without_values_is_cut_alike(pool: Pool) -> None:
+    first, last = pool.run(2, names_held, "cpu")
+    assert pool.run(2, names_held, "meta") == [first, last]
+    both = {"transformer.wte.weight", "lm_head.weight", "transformer.prefix.weight"}
+    assert first & last == both
+    assert "transformer.wpe.weight" in first - last
+    assert "transformer.ln_f.weight" in last - first

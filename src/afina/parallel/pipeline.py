@@ -37,6 +37,8 @@ from afina.parallel.pipeline_stage import Blocks, Chunk, Left, Stage, hidden_of
 from afina.parallel.plan import Place, Schedule
 from afina.parallel.runtime import Micro, Named
 from afina.seams.calls import Call, instead
+from afina.seams.whole import positions
+from afina.tree import front_of
 from afina.tree.pieces import mark, piece_of
 from afina.types import Batch
 
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from afina.parallel.processes import Processes
 
 T = TypeVar("T")
+
+TIMED_TOKENS = 64
+"""Of the pass by which blocks that are not alike are timed, where the model has room for as many."""
 
 
 class Border(NamedTuple):
@@ -120,8 +125,11 @@ class Pipeline:
         if split is None:
             config: Any = self.model.config
             begins = Chunk(0, 1, 0, count)
+            tokens = min(TIMED_TOKENS, positions(self.model) or TIMED_TOKENS)
             costs = measured(
-                self.blocks.blocks, config, lambda: result_of(self.model, self.blocks, begins)
+                self.blocks.blocks,
+                config,
+                lambda: result_of(self.model, self.blocks, begins, tokens - front_of(self.model)),
             )
             # Each took its own times; the sum of them is one for all.
             told = [sum(each) for each in zip(*self.mesh.gathered(costs), strict=True)]

@@ -102,13 +102,13 @@ def needed(
     return found
 
 
-def result_of(model: nn.Module, blocks: Blocks, chunk: Chunk) -> Tensor:
+def result_of(model: nn.Module, blocks: Blocks, chunk: Chunk, tokens: int = 5) -> Tensor:
     """A number that depends on all that a stretch computes, for a few tokens."""
     speaker: Any = model
     training, implementation = model.training, speaker.config._attn_implementation
     device = next(model.parameters()).device
     vocabulary = model.get_submodule(seams.input_embedding(model)).get_parameter("weight").shape[0]
-    ids_BT = torch.arange(1, 6, device=device)[None] * 7 % vocabulary
+    ids_BT = torch.arange(1, tokens + 1, device=device)[None] * 7 % vocabulary
     entering: Callable[[Tensor], Tensor] | None = None if chunk.begins else torch.ones_like
     try:
         model.eval()
