@@ -270,7 +270,7 @@ def test_a_process_that_is_killed_while_it_saves_ends_all_and_the_run_goes_on(
     out = tmp_path / "run"
     more = {"save_async": beside}
     with pytest.raises(Failed, match="process 1 says nothing"):
-        pool.run(2, _faulty, out, {"zero": 1, "timeout_s": 20}, "killed", 1, more)
+        pool.run(2, _faulty, out, {"zero": 1, "timeout_s": 4}, "killed", 1, more)
     on(pool, (3, {"zero": 2}), out, "lora", resume=True, save_every=1)
     refuse_other(out, alone("lora"), "lora")
     assert [p for p in (out / "checkpoints").iterdir() if durable.is_leftover(p)] == []
