@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -112,7 +113,14 @@ def test_who_only_misses_another_is_not_the_cause(launcher) -> None:
 
 
 def test_a_defect_keeps_its_traceback_and_is_shown_once(launcher, capfd) -> None:
-    body = "fail('ValueError', 'x', 5.0 + rank, trace=f'Traceback of {rank}', status=1)"
+    # The first to fail takes longest to end.
+    body = """
+    time.sleep(0.5 * (rank != 0))
+    try:
+        fail('ValueError', 'x', 5.0 + rank, trace=f'Traceback of {rank}', status=1)
+    finally:
+        time.sleep(2 * (rank == 0))
+    """
     with pytest.raises(SystemExit) as caught:
         launcher(body, 3).run()
     assert caught.value.code == 1
@@ -166,6 +174,53 @@ def test_a_signal_stops_all_and_waits_until_they_have_saved(
     assert number == signal.SIGINT or caught.value.code == 143
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+
+
+def test_processes_stop_when_their_launcher_is_gone(tmp_path: Path) -> None:
+    script = tmp_path / "process.py"
+    script.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "from afina.parallel import failures\n"
+        "failures.PARENT_S = 0.05\n"
+        "if len(sys.argv) > 1:\n"
+        "    told = {**os.environ, failures.LAUNCHED: str(os.getpid())}\n"
+        "    subprocess.Popen([sys.executable, sys.argv[0]], env=told, start_new_session=True)\n"
+        "    time.sleep(60)\n"
+        "def stop(*_):\n"
+        f"    open({str(tmp_path / 'saved')!r}, 'w').close()\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "failures.follow_parent()\n"
+        f"open({str(tmp_path / 'there')!r}, 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    launched = subprocess.Popen([sys.executable, str(script), "launcher"])
+    _until(tmp_path / "there")
+    assert not (tmp_path / "saved").exists()
+    launched.kill()
+    launched.wait()
+    _until(tmp_path / "saved")
+
+
+def _until(file: Path) -> None:
+    for _ in range(600):
+        if file.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{file} did not come")
+
+
+def test_a_signal_before_anything_has_begun_ends_it(
+    launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meets(self: Launcher, *args: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(Launcher, "_start", meets)
+    with pytest.raises(SystemExit) as caught:
+        launcher("pass").run()
+    assert caught.value.code == 143
 
 
 def test_two_machines_meet_and_one_tells_the_other_what_went_wrong(launcher) -> None:

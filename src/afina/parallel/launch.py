@@ -199,6 +199,9 @@ class Launcher:
     def _cause(self) -> Ended | None:
         """The first process that failed, before those that only miss another one."""
         failed = [one for one in self._ended.values() if one.failed]
+        if failed:  # one that failed before them may take longer to end
+            found = {rank: Record.read(self._file(rank)) for rank in self._running}
+            failed += [Ended(r, 1, time.time(), False, one) for r, one in found.items() if one]
         if self._signals:  # who has stopped is missed by others
             failed = [one for one in failed if not one.lost]
         return min(failed, key=lambda one: (one.lost, one.since), default=None)
@@ -258,6 +261,8 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        if not self._running and not self._ended:  # nothing has begun that could be saved
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(TERMINATED)
         self._signals.append(number)
         for process in self._running.values():
             process.send_signal(number)

@@ -31,7 +31,8 @@ class RunOptions:
         evaluate: scores on validation rows beyond the loss (exact_match, accuracy).
         measured: validation rows -> the names of the scores that `evaluate` gives for them; None: not known beforehand.
         seams: functions of techniques that change with time.
-        mesh: the processes.
+        mesh: the processes; in a program that torchrun starts `afina.parallel.processes.Processes(settings)`, for
+            nothing is picked up from the environment by itself.
         unread: the base's values, where the model has none yet (`models.in_parts`); None where it has them.
         reporter: None is a live line in a terminal and plain lines elsewhere.
         config: the resolved configuration, for config.yaml; None writes one from the arguments.
