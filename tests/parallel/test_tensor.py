@@ -15,6 +15,7 @@ from afina.parallel.processes import Processes
 from afina.parallel.runtime import OneProcess
 from afina.train.loop import backward
 from afina.train.validate import mean_loss
+from afina.tree.pieces import mark, piece_of
 from tests.parallel.parity import Case, Found, edited, joined, whole, windows, work_of
 from tests.parallel.pool import Pool
 from tests.parallel.tensor_kit import FAMILIES, alone, check_all, runs
@@ -124,3 +125,34 @@ def test_compiled_blocks(pool: Pool) -> None:
     for name, gradient in joined([one.gradients for one in found]).items():
         torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-5)
     assert [one.norm for one in found] == [pytest.approx(expected.norm, rel=1e-5)] * 2
+
+
+def filled(settings: ParallelSettings) -> tuple[torch.Tensor, bool]:
+    """What a model says that was shared out before it had values, and then given its own alone."""
+    edit = edited(Case("lora"))
+    whole_model, model = edited(Case("lora")).model, edit.model
+    for name, parameter in list(model.named_parameters()):
+        put(model, name, torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+    mesh = Processes(settings)
+    mesh.begin()
+    mesh.hold(model, edit.trainable())
+    less = False
+    for name, parameter in list(model.named_parameters()):
+        piece = piece_of(parameter)
+        value = piece.of(whole_model.get_parameter(name).detach()).clone()
+        assert value.shape == parameter.shape, name
+        less = less or not piece.whole
+        put(model, name, mark(torch.nn.Parameter(value, parameter.requires_grad), piece))
+    return model(input_ids=torch.arange(2, 9)[None])[0].detach(), less
+
+
+def put(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, parameter)
+
+
+def test_a_model_is_shared_out_before_it_has_values(pool: Pool) -> None:
+    expected = edited(Case("lora")).model(input_ids=torch.arange(2, 9)[None])[0].detach()
+    for said, less in pool.run(2, filled, ParallelSettings(tensor=2)):
+        assert less
+        torch.testing.assert_close(said, expected, rtol=0, atol=1e-9)
