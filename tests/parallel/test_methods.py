@@ -32,13 +32,18 @@ from afina.techniques.reversible import Reversible
 from afina.techniques.token_pruning import TokenPruning
 from afina.train.loop import backward, loop
 from afina.train.metrics import read_metrics
+from afina.train.options import RunOptions
 from afina.train.passes import Passes
+from afina.train.report import Silent
+from afina.train.run import train
 from afina.train.work import Work
 from afina.tree import Seams, Technique
 from tests import battery
 from tests.parallel.parity import joined, placed, whole
 from tests.parallel.pool import Pool
 from tests.train.kit import run, weights
+from tests.train.test_classes import build as classifier
+from tests.train.test_classes import data_of, tokenizer
 
 pytestmark = pytest.mark.dist
 
@@ -65,8 +70,7 @@ REASONS = {
     "curriculum": "says which rows a step has, before they are dealt out; it has a run of its own below",
     "dropout": "draws for each micro-batch by its number, and several processes cut a step otherwise: the rows here "
     "have it off",
-    "bert": "predicts no next token, so that no run trains it as these rows do; what acts on its maps acts on those of "
-    "the other models",
+    "bert": "predicts no next token, so that no run trains it as these rows do; as a classifier it has runs below",
 }
 """What has no row here."""
 
@@ -222,3 +226,27 @@ def test_a_curriculum(pool: Pool, tmp_path: Path, zero: int) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-9)
     shown = [[line["rows"] for line in read_metrics(tmp_path / n)] for n in ("alone", "two")]
     assert shown[0] == shown[1]
+
+
+def classified(out: Path, kind: str, settings: ParallelSettings | None) -> list[dict[str, Any]]:
+    """The steps of an encoder that learns classes and, for rows, thresholds, which are numbers without dimensions."""
+    options = RunOptions(mesh=OneProcess() if settings is None else Processes(settings))
+    options = replace(options, reporter=Silent())
+    model = classifier(kind, num_hidden_layers=3).double()
+    learnt = TokenPruning(score="learned", threshold_start=0.9, temperature=0.3, penalty=1.0)
+    kept = TokenPruning(score="attention", keep=0.5)
+    edit = apply(model, [LoRA(rank=4), learnt if kind == "bert" else kept], seed=1)
+    how: dict[str, Any] = {"steps": 4, "lr": 0.05, "optimizer": "sgd", "micro_rows": 1}
+    train(model, tokenizer(), data_of(kind), edit, out, options=options, rows_per_step=3, **how)
+    return read_metrics(out)
+
+
+@pytest.mark.parametrize("kind", ["bert", "tags"])
+def test_classifiers_whose_tokens_are_pruned(pool: Pool, tmp_path: Path, kind: str) -> None:
+    expected = classified(tmp_path / "alone", kind, None)
+    for zero in (0, 1, 3):
+        settings = ParallelSettings.model_validate({"zero": zero})
+        for found in pool.run(2, classified, tmp_path / str(zero), kind, settings):
+            for name in ("loss", "gradient_norm"):
+                wanted = [pytest.approx(line[name], abs=1e-9) for line in expected]
+                assert [line[name] for line in found] == wanted, (zero, name)

@@ -216,6 +216,9 @@ class FullShards:
         if batch is not None:
             return there_and_back(micro, batch)
         kept = {n: p.grad for n, p in self._scalars.items()}
+        # Taken away, for a pass adds to what is there.
+        for parameter in self._scalars.values():
+            parameter.grad = None
         self._sum.silent = True
         try:
             loss = micro.idle()
