@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -10,7 +11,7 @@ from afina.config import ParallelSettings
 from afina.errors import AfinaError, ConfigError, RunError
 from afina.parallel.processes import Processes
 from afina.parallel.runtime import OneProcess
-from afina.parallel.together import Failure, together
+from afina.parallel.together import Failure, patiently, together
 from tests.parallel.pool import Pool
 
 
@@ -62,6 +63,29 @@ def test_what_the_first_process_tells_or_raises_reaches_all(pool: Pool) -> None:
     assert pool.run(2, _told, False) == [7, 7]
     error = ConfigError("no", got=1, wanted=2, cure="take 2")
     assert pool.run(2, _told, True) == [("ConfigError", str(error))] * 2
+
+
+def _slow(seconds: float, fails: bool) -> object:
+    """Work of the first process that takes longer than the processes wait for each other."""
+    mesh = Processes(ParallelSettings(timeout_s=2))
+    mesh.begin()
+
+    def do() -> str:
+        time.sleep(seconds)
+        if fails:
+            raise RunError("it went wrong")
+        return f"by {os.environ['RANK']}"
+
+    try:
+        return patiently(mesh, do)
+    except RunError as raised:
+        return raised.what
+
+
+@pytest.mark.dist
+def test_long_work_of_one_is_waited_for(pool: Pool) -> None:
+    assert pool.run(2, _slow, 3.5, False) == ["by 0"] * 2
+    assert pool.run(2, _slow, 0, True) == ["it went wrong"] * 2
 
 
 def test_one_process_raises_what_it_raised() -> None:

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from afina.errors import RunError
+from afina.parallel import together
 from afina.table import apply
 from afina.techniques.adalora import AdaLoRA
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
-from afina.train import behind, checkpoint, manifest
+from afina.train import checkpoint, manifest
 from afina.train.behind import Copies
 from afina.train.report import Silent
 from afina.train.saving import Saving, Values
@@ -108,7 +109,7 @@ def test_a_write_that_fails_is_an_error_at_the_next_step(
 def test_a_run_that_fails_meanwhile_keeps_what_was_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(behind, "LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(together, "LOOKS_EVERY_S", 0.01)
     out = tmp_path / "run"
     with pytest.raises(Stop):
         run(out, options={"seams": stop_after(2)}, **BESIDE)

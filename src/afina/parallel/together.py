@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from afina import errors
 from afina.errors import AfinaError, RunError
@@ -68,6 +69,63 @@ def together(mesh: Mesh, do: Callable[[], T]) -> list[T]:
         if isinstance(value, Failure):
             raise value.error(rank)
     return found  # pyright: ignore[reportReturnType]
+
+
+LOOKS_EVERY_S = 1.0
+"""Who waits for another's long work hears so often that it goes on."""
+
+
+class Aside(Generic[T]):
+    """Work that each process does in a thread, so that those who wait for it can be told that it goes on.
+
+    Args:
+        mesh: the processes; all of them make one at the same place.
+        do: the work, which talks to no other process.
+    """
+
+    def __init__(self, mesh: Mesh, do: Callable[[], T]) -> None:
+        self._mesh, self._do = mesh, do
+        self._given: list[T] = []
+        self._wrong: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="aside", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._given.append(self._do())
+        except Exception as error:
+            self._wrong = error
+
+    def done(self) -> bool:
+        """Whether it is done in all processes, which ask together."""
+        return self._mesh.least(float(not self._thread.is_alive())) == 1
+
+    def wait(self) -> list[T]:
+        """What it gave in each process, by rank, once all are done.
+
+        Raises:
+            Exception: as `together`.
+        """
+        while True:
+            self._thread.join(LOOKS_EVERY_S)
+            if self.done():
+                return together(self._mesh, self._result)
+
+    def _result(self) -> T:
+        if self._wrong is not None:
+            raise self._wrong
+        return self._given[0]
+
+
+def patiently(mesh: Mesh, do: Callable[[], T]) -> T:
+    """`by_first` for what may take longer than processes wait for each other.
+
+    Raises:
+        Exception: as `together`.
+    """
+    if mesh.plan.processes == 1:
+        return do()
+    return Aside(mesh, lambda: do() if mesh.writes else None).wait()[0]  # pyright: ignore[reportReturnType]
 
 
 def by_first(mesh: Mesh, do: Callable[[], T]) -> T:

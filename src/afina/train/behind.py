@@ -13,7 +13,6 @@ persist).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +21,12 @@ import torch
 from torch import Tensor
 
 from afina.parallel.store import Lot
-from afina.parallel.together import together
+from afina.parallel.together import Aside
 from afina.train import checkpoint
 from afina.train.saving import Contents, Saving, Values, save
 from afina.train.state import State
 from afina.tree import Edit
 from afina.tree.twin import give
-
-LOOKS_EVERY_S = 1.0
-"""Who waits for the thread of another process says so often that it is still there."""
 
 
 class Copies:
@@ -95,15 +91,12 @@ class Saver:
     ) -> None:
         self.run, self.contents, self.keep_last, self.saved = run, contents, keep_last, saved
         self._copies = Copies(contents.copy)
-        self._saving: Saving | None = None
-        self._thread: threading.Thread | None = None
-        self._written: dict[str, str] = {}
-        self._wrong: Exception | None = None
+        self._way: tuple[Saving, Aside[Mapping[str, str]]] | None = None
 
     @property
     def newest(self) -> int | None:
         """The step of the newest checkpoint, also of one under way."""
-        return self.saved if self._saving is None else self._saving.now.step
+        return self.saved if self._way is None else self._way[0].now.step
 
     def save(self, now: State, scores: Mapping[str, float], *, beside: bool) -> None:
         """Writes a checkpoint, once an earlier one is written.
@@ -121,17 +114,8 @@ class Saver:
             save(self.run, self.contents, now, scores)
             self._note(now)
             return
-        self._written, self._wrong = {}, None
-        self._saving = Saving(self.run, self.contents, now, scores, self._copies.take)
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _write(self) -> None:
-        assert self._saving is not None
-        try:
-            self._written = self._saving.write()
-        except Exception as error:
-            self._wrong = error
+        saving = Saving(self.run, self.contents, now, scores, self._copies.take)
+        self._way = saving, Aside(self.contents.mesh, saving.write)
 
     def look(self) -> None:
         """Gives the checkpoint under way its name if all processes have written it.
@@ -139,28 +123,16 @@ class Saver:
         Raises:
             RunError: one of them could not.
         """
-        if self._saving is not None and self._everywhere():
-            self._name()
+        if self._way is not None and self._way[1].done():
+            self.wait()
 
     def wait(self) -> None:
         """The same, once they have."""
-        while self._saving is not None:
-            assert self._thread is not None
-            self._thread.join(LOOKS_EVERY_S)
-            self.look()
-
-    def _everywhere(self) -> bool:
-        assert self._thread is not None
-        done = not self._thread.is_alive()
-        return self.contents.mesh.least(float(done)) == 1
-
-    def _name(self) -> None:
-        """All have written: looks at what there is, and puts it in its place."""
-        saving = self._saving
-        assert saving is not None
-        self._saving = self._thread = None
+        if self._way is None:
+            return
+        (saving, written), self._way = self._way, None
         try:
-            saving.finish(together(self.contents.mesh, self._result))
+            saving.finish(written.wait())
         finally:
             saving.drop()
         self._note(saving.now)
@@ -169,8 +141,3 @@ class Saver:
         """The checkpoint of this state is there."""
         self.contents.mesh.told(lambda: checkpoint.prune(self.run, now, self.keep_last))
         self.saved = now.step
-
-    def _result(self) -> Mapping[str, str]:
-        if self._wrong is not None:
-            raise self._wrong
-        return self._written

@@ -22,7 +22,7 @@ from afina.models.forward import packing
 from afina.ops import attention
 from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import OneProcess
-from afina.parallel.together import together
+from afina.parallel.together import patiently, together
 from afina.train import (
     checkpoint,
     durable,
@@ -219,7 +219,7 @@ class Job:
         mesh = options.mesh
         start = None
         if options.goes_on:
-            start = mesh.told(lambda: resume.origin(self.out, options.resume_from))
+            start = patiently(mesh, lambda: resume.origin(self.out, options.resume_from))
         with resume.threads(self._threads(start)):
             now = self._state(given, start)
             if start is None:
@@ -254,7 +254,7 @@ class Job:
     ) -> State:
         """Gives model and optimiser the values of a checkpoint; returns the state of the rest of the run."""
         mesh, folder = self.options.mesh, start.folder
-        state = mesh.told(lambda: resume.going_on(self.out, start.state, now, changes, say))
+        state = patiently(mesh, lambda: resume.going_on(self.out, start.state, now, changes, say))
         if folder is None:
             say.say("the run was stopped before its first checkpoint, and begins again")
             return state

@@ -15,7 +15,7 @@ from afina.adapters.contents import is_adapter
 from afina.config import TrainSettings
 from afina.errors import RunError, counted
 from afina.parallel.runtime import Mesh, OneProcess
-from afina.parallel.together import together
+from afina.parallel.together import patiently, together
 from afina.train import checkpoint, durable, nonfinite, ways
 from afina.train.behind import Saver
 from afina.train.export import put_weights
@@ -354,7 +354,7 @@ class Keeper:
         self._refuse_unmoved()
         step = self.state.best_step or self.state.step
         name = "adapter" if is_adapter(self.contents.whole) else "model"
-        weights = self.mesh.told(lambda: self._publish(step, name))
+        weights = patiently(self.mesh, lambda: self._publish(step, name))
         if step != self.state.step:
             best = self.settings.best
             self.say.say(f"kept the weights of step {step}, the best by validation {best}")

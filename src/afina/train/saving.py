@@ -26,7 +26,7 @@ from afina.optim.optimisers import Optimiser
 from afina.parallel import parts, store
 from afina.parallel.runtime import Mesh, OneProcess
 from afina.parallel.store import Lot, Stored
-from afina.parallel.together import by_first, together
+from afina.parallel.together import Aside, by_first, together
 from afina.train import checkpoint, durable, in_pieces, manifest, randomness, state, ways
 from afina.train.restoring import RANDOM, TECHNIQUES, beside
 from afina.train.state import State
@@ -109,9 +109,11 @@ def save(run: Path, contents: Contents, now: State, scores: Mapping[str, float])
     Raises:
         RunError: when weights are not finite, or cannot be written; the older checkpoints are as they were.
     """
-    saving = Saving(run, contents, now, scores)
+    saving, mesh = Saving(run, contents, now, scores), contents.mesh
     try:
-        return saving.finish(together(contents.mesh, saving.write))
+        # Of several processes one may have more to write than the others wait for without a word.
+        alone = mesh.plan.processes == 1
+        return saving.finish([saving.write()] if alone else Aside(mesh, saving.write).wait())
     finally:
         saving.drop()
 
