@@ -263,7 +263,8 @@ def names_held(device: str) -> set[str]:
     """What this process holds of a model that lies on a device."""
     mesh = Processes(ParallelSettings(pipeline=2))
     mesh.begin()
-    model = tiny_gpt2(n_layer=4).to(device)
+    with torch.device(device):
+        model = tiny_gpt2(n_layer=4)
     edit = apply(model, [PrefixTuning(tokens=3, start="zero")], seed=0)
     mesh.hold(edit.model, edit.trainable())
     found = {name for name, _ in model.named_parameters(remove_duplicate=False) if mesh.holds(name)}

@@ -70,22 +70,22 @@ def test_the_same_gradients(case: Case, split: Any) -> None:
 def test_what_moves_between_devices() -> None:
     """On the meta device, where nothing has values: states once a border and home, all else once a device."""
     with torch.device("meta"):
-        model = tiny_llama(num_hidden_layers=4)
+        model = tiny_llama(num_hidden_layers=4, attn_implementation="eager")
     recorder = Recorder()
     placed = place(model, ["meta", "meta", "meta"], (1, 2, 1), recorder)
     ids_BT = torch.zeros(2, 5, dtype=torch.int64, device="meta")
-    model(input_ids=ids_BT, use_cache=False)
+    model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
     states = (2, 5, 32)
-    # Beside the states: cosines, sines and positions; the mask of whole rows is none at all.
+    # Beside the states: cosines, sines, positions and the mask.
     assert recorder.shapes.count(states) == 3
     beside = [shape for shape in recorder.shapes if shape != states]
-    assert sorted(beside) == sorted([(1, 5, 8), (1, 5, 8), (1, 5)] * 2)
+    assert sorted(beside) == sorted([(1, 5, 8), (1, 5, 8), (1, 5), (2, 1, 5, 5)] * 2)
     recorder.shapes.clear()
-    model(input_ids=ids_BT, use_cache=False)
+    model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
     assert recorder.shapes.count(states) == 3
     placed.lift()
     recorder.shapes.clear()
-    model(input_ids=ids_BT, use_cache=False)
+    model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
     assert recorder.shapes == []
 
 

@@ -140,6 +140,10 @@ def _mask(model: nn.Module, ids_BT: Tensor) -> dict[str, Tensor]:
     """Without values a mask that is made already, for to make one Transformers looks at what is in positions."""
     if not ids_BT.is_meta:
         return {}
+    if front_of(model):
+        return {
+            "attention_mask": torch.ones_like(ids_BT)
+        }  # it is made longer by what acts in front
     tokens = ids_BT.shape[1]
     dtype = model.get_submodule(seams.input_embedding(model)).get_parameter("weight").dtype
     return {"attention_mask": torch.zeros(1, 1, tokens, tokens, dtype=dtype, device="meta")}
