@@ -102,3 +102,11 @@ def test_a_split_that_the_user_gives(pool: Pool) -> None:
 
 def test_fewer_rows_than_pipelines(pool: Pool) -> None:
     same(pool, 4, Case("lora", 1, rows=2, model=FOUR), ParallelSettings(pipeline=2))
+
+
+@pytest.mark.parametrize("technique", ["lora", "full"])
+@pytest.mark.parametrize("beside", [{"tensor": 2}, {"zero": 3}], ids=["tensor", "zero"])
+def test_stages_whose_weights_are_shared_too(
+    pool: Pool, technique: str, beside: dict[str, Any]
+) -> None:
+    same(pool, 4, Case(technique, 2, model=TIED), ParallelSettings(pipeline=2, **beside))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from afina.config import ParallelSettings
-from afina.errors import AfinaError, RunError
 from afina.models.forward import packing
 from afina.parallel.pipeline import Pipeline
 from afina.parallel.processes import Processes
@@ -26,6 +26,7 @@ from afina.techniques.lora import LoRA
 from afina.techniques.p_tuning import PTuning
 from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
+from afina.techniques.quantize import Quantize
 from afina.techniques.trainable_tokens import TrainableTokens
 from afina.train.loop import backward, loop
 from afina.train.validate import mean_loss
@@ -193,72 +194,6 @@ def test_a_run_gives_an_adapter_for_one_process(pool: Pool, tmp_path: Path) -> N
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-9)
 
 
-def refused(changes: dict[str, Any], settings: ParallelSettings) -> str:
-    """What is said of a model that cannot be shared out."""
-    mesh = Processes(settings)
-    mesh.begin()
-    model = tiny_llama(**changes)
-    try:
-        mesh.hold(model, {})
-    except AfinaError as error:
-        return str(error)
-    finally:
-        mesh.end()
-    return ""
-
-
-def test_more_stages_than_blocks(pool: Pool) -> None:
-    settings = ParallelSettings(pipeline=2, schedule="interleaved")
-    for said in pool.run(2, refused, {"num_hidden_layers": 3}, settings):
-        assert "4 stages, 3 blocks" in said
-
-
-def test_a_split_of_other_blocks(pool: Pool) -> None:
-    settings = ParallelSettings(pipeline=2, split=(2, 1))
-    for said in pool.run(2, refused, {"num_hidden_layers": 4}, settings):
-        assert "4 blocks in 2 stages" in said
-
-
-def different_rows() -> str:
-    """What is said where the processes of one pipeline have different rows."""
-    mesh = Processes(ParallelSettings(pipeline=2))
-    edit = edited(Case(model=FOUR))
-    work = work_of(Case(rows_each=1), mesh, edit)
-    with packing(edit.model, True), pytest.raises(RunError) as caught:
-        backward(work, ragged_rows(4 + mesh.rank), 0)
-    mesh.end()
-    return str(caught.value)
-
-
-def test_a_message_of_another_shape_is_not_waited_for(pool: Pool) -> None:
-    for said in pool.run(2, different_rows):
-        assert "different micro-batches" in said
-
-
-def changed_shape() -> str:
-    """What is said where a block changes the shape of the states: torch's buffers would take any."""
-    mesh = Processes(ParallelSettings(pipeline=2, timeout_s=5))
-    edit = edited(Case(model=FOUR))
-    work = work_of(Case(rows_each=1), mesh, edit)
-    if mesh.rank == 0:
-        block = edit.model.model.layers[1]
-        block.register_forward_hook(lambda module, args, out: out[:, :-1])
-    said = ""
-    try:
-        with packing(edit.model, True):
-            backward(work, ragged_rows(4), 0)
-    except RuntimeError as error:
-        said = str(error)
-    except AfinaError as error:
-        said = str(error)
-    mesh.end()
-    return said
-
-
-def test_a_stage_sends_no_other_shape(pool: Pool) -> None:
-    assert "changed their shape" in pool.run(2, changed_shape)[0]
-
-
 def names_held(device: str) -> set[str]:
     """What this process holds of a model that lies on a device."""
     mesh = Processes(ParallelSettings(pipeline=2))
@@ -279,3 +214,42 @@ def test_a_model_without_values_is_cut_alike(pool: Pool) -> None:
     assert first & last == both
     assert "transformer.wpe.weight" in first - last
     assert "transformer.ln_f.weight" in last - first
+
+
+def of_window(model: Any, techniques: list[Technique], rows: Any, several: bool) -> Any:
+    """Gradients of a padded window, two rows a micro-batch, by what this process holds; and the loss."""
+    mesh = Processes(ParallelSettings(pipeline=2)) if several else OneProcess()
+    edit = apply(model, techniques, seed=5)
+    case = Case(rows_each=2, packed=False)
+    work = work_of(case, mesh, edit)
+    loss = backward(work, mesh.share(rows), 0).loss
+    mesh.reduce(edit.trainable())
+    own = mesh.own(edit.trainable())
+    found = {name: p.grad.clone() for name, p in own.items() if p.grad is not None}
+    mesh.end()
+    return {**found, "loss": torch.tensor(loss)}
+
+
+def classified(several: bool) -> Any:
+    """Of an encoder that gives rows classes; the last micro-batch has one row less than the others."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=260, num_hidden_layers=4, num_labels=3, **sizes)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = BertForSequenceClassification(config).double().eval()
+    rows = [replace(row, label=row.id % 3) for row in ragged_rows(7)]
+    return of_window(model, [Full()], rows, several)
+
+
+def on_packed_weights(several: bool) -> Any:
+    """Of LoRA on weights in few bits."""
+    model = tiny_llama(num_hidden_layers=4, hidden_size=64)
+    return of_window(model, [Quantize(kind="int8"), LoRA(rank=2)], ragged_rows(7), several)
+
+
+@pytest.mark.parametrize(("what", "within"), [(classified, 1e-9), (on_packed_weights, 1e-9)])
+def test_classifiers_and_packed_weights(pool: Pool, what: Any, within: float) -> None:
+    expected, found = what(False), joined(pool.run(2, what, True))
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=within)
