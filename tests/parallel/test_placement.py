@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from afina.config import ParallelSettings
 from afina.errors import ConfigError
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.parallel.placement import moved, place
+from afina.parallel.plan import plan_of
 from afina.parallel.runtime import OneProcess
 from afina.table import apply
 from afina.techniques.lora import LoRA
@@ -19,6 +22,8 @@ from afina.techniques.prefix import PrefixTuning
 from afina.train.loop import backward
 from tests.parallel.parity import Case, edited, windows, work_of
 from tests.tiny import tiny_gpt2, tiny_llama
+from tests.train import kit
+from tests.train.kit import ragged_rows
 
 FOUR = (("num_hidden_layers", 4),)
 CPU = ["cpu", "cpu"]
@@ -124,6 +129,29 @@ def test_answers_are_the_same() -> None:
     expected = model.generate(ids_BT, **how)
     place(model, CPU, (2, 2))
     assert torch.equal(model.generate(ids_BT, **how), expected)
+
+
+def test_a_run_over_devices_is_that_over_one(tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    for name, devices in {"one": (), "two": CPU}.items():
+        model, mesh = tiny_llama(num_hidden_layers=4), OneProcess(devices)
+        how: dict[str, Any] = {"val": ragged_rows(3, seed=1), "steps": 3, "model": model}
+        run = kit.run(tmp_path / name, options={"mesh": mesh}, **how)
+        hooks = sum(len(block._forward_pre_hooks) for block in model.model.layers)
+        assert bool(hooks) == bool(devices)
+        mesh.end()
+        assert not any(block._forward_pre_hooks for block in model.model.layers)
+        found[name] = run.scores["loss"], kit.weights(run)
+    assert found["two"][0] == pytest.approx(found["one"][0], abs=1e-9)
+    assert kit.same(found["two"][1], found["one"][1])
+
+
+def test_devices_are_of_one_process() -> None:
+    with pytest.raises(ConfigError, match="within one process"):
+        ParallelSettings(devices=("cpu", "cpu"), pipeline=2)
+    with pytest.raises(ConfigError, match="within one process"):
+        plan_of(ParallelSettings(devices=("cpu", "cpu")), 2)
+    assert plan_of(ParallelSettings(devices=("cpu", "cpu")), 1).processes == 1
 
 
 @pytest.mark.parametrize(("devices", "split"), [(5, None), (2, (3, 3)), (2, (4,))])

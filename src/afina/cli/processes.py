@@ -103,7 +103,7 @@ class Several:
         from afina.parallel.runtime import OneProcess
 
         found = None if self.rank is None else mesh_of(settings.parallel, settings.train.device)
-        return OneProcess() if found is None else found
+        return OneProcess(settings.parallel.devices) if found is None else found
 
     def launch(self, out: Path, timeout_s: float) -> None:
         """Starts them, each with this call's command line, and waits.

@@ -234,9 +234,23 @@ class ParallelSettings(Settings):
     offload: bool = Field(
         default=False, description="with zero=3 on a GPU: weights and optimiser stay in the CPU"
     )
+    devices: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        description="devices of one process that share the blocks, as cuda:0, cuda:1; the first has all else too, and "
+        "is where the run computes. A model that no device holds is loaded with train.device=cpu",
+    )
     timeout_s: Count = Field(
         default=600, description="seconds after which a process that waits for another gives up"
     )
+
+    @model_validator(mode="after")
+    def _devices_of_one_process(self) -> ParallelSettings:
+        if self.devices and (self.pipeline, self.tensor, self.zero) != (1, 1, 0):
+            raise ValueError(
+                "devices share the blocks out within one process, and pipeline, tensor and zero between several: leave "
+                "one of the two out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _split_into_stages(self) -> ParallelSettings:

@@ -20,7 +20,9 @@ Bubble Pipeline Parallelism", arXiv 2401.10241.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -38,7 +40,7 @@ from afina.parallel.plan import Place, Schedule
 from afina.parallel.runtime import Micro, Named
 from afina.seams.calls import Call, instead
 from afina.seams.whole import positions
-from afina.tree import front_of
+from afina.tree import front_of, seed_of
 from afina.tree.pieces import mark, piece_of
 from afina.types import Batch
 
@@ -235,7 +237,8 @@ class Pipeline:
             given["target"] = numbers
         step = schedule.step if train else schedule.eval
         try:
-            step(*([numbers] if self.place == 0 else []), **given)
+            with quiet():
+                step(*([numbers] if self.place == 0 else []), **given)
         except RuntimeError as error:
             raise _cause(error) from None
         told = torch.zeros(count, dtype=torch.float64, device=self.mesh.device)
@@ -327,7 +330,9 @@ class Pipeline:
             return self._of_nothing(chunk, border, received)
         micro, batch = micros[number]
         # As in one process where the model begins; each further stretch draws on its own.
-        torch.manual_seed(micro.seed + chunk.number)
+        torch.manual_seed(
+            seed_of(micro.seed, f"stage {chunk.number}") if chunk.number else micro.seed
+        )
         with self.blocks.only(chunk, None if received is None else lambda given: received):
             try:
                 return micro.loss(batch)
@@ -379,6 +384,18 @@ class Pipeline:
 
         with self.blocks.only(self.chunks[-1], entering):
             return run()
+
+
+@contextmanager
+def quiet() -> Generator[None, None, None]:
+    """Inside the block torch's schedules print no tables when something goes wrong: the error says it."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -111,6 +111,12 @@ def plan_of(settings: ParallelSettings, processes: int) -> Plan:
     Raises:
         ConfigError: the degrees do not make up the number of processes.
     """
+    if settings.devices and processes > 1:
+        raise ConfigError(
+            "parallel.devices shares the blocks out within one process, and there are several",
+            got=f"{len(settings.devices)} devices, {processes} processes",
+            cure="leave parallel.devices out: parallel.pipeline shares the blocks out between processes",
+        )
     fixed = settings.pipeline * settings.tensor
     if processes % fixed:
         raise ConfigError(

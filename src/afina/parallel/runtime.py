@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.parallel.parts import materialise, parts_of, placed
+from afina.parallel.placement import Placement, place
 from afina.parallel.plan import Plan
 from afina.parallel.store import Lot
 from afina.types import Batch
@@ -198,10 +199,18 @@ class Mesh(Protocol):
 
 
 class OneProcess:
-    """The mesh of a run in one process."""
+    """The mesh of a run in one process.
+
+    Args:
+        devices: that share the model's blocks; see `placement`.
+    """
 
     plan = Plan()
     rank = 0
+
+    def __init__(self, devices: Sequence[str] = ()) -> None:
+        self.devices = tuple(devices)
+        self._placement: Placement | None = None
 
     @property
     def writes(self) -> bool:
@@ -219,7 +228,9 @@ class OneProcess:
         return nullcontext()
 
     def hold(self, model: nn.Module, tensors: Named, fill: Fill | None = None) -> None:
-        """Everything is held."""
+        """Everything is held; blocks go to their devices."""
+        if self.devices:
+            self._placement = place(model, self.devices)
         if fill is not None:
             materialise(model, placed(model, lambda name: True), CPU)
             fill(self.parts(model), CPU)
@@ -304,7 +315,10 @@ class OneProcess:
         """Nobody to wait for."""
 
     def end(self) -> None:
-        """Nobody to part from."""
+        """Nobody to part from; the model is on one device again."""
+        if self._placement is not None:
+            self._placement.lift()
+            self._placement = None
 
 
 def taken(micro: Micro) -> float | None:
