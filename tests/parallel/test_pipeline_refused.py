@@ -74,7 +74,7 @@ def changed_shape() -> str:
     edit = edited(Case(model=FOUR))
     work = work_of(Case(rows_each=1), mesh, edit)
     if mesh.rank == 0:
-        block = edit.model.model.layers[1]
+        block = edit.model.get_submodule("model.layers.1")
         block.register_forward_hook(lambda module, args, out: out[:, :-1])
     said = ""
     try:

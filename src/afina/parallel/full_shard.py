@@ -160,7 +160,7 @@ class FullShards:
             self.root.reshard()  # no backward pass will do it
         if isinstance(found, tuple) and isinstance(found[0], Left):
             raise Left(cast("Any", found)[1])
-        return found
+        return cast("T", found)
 
     @contextmanager
     def opened(self) -> Generator[None, None, None]:

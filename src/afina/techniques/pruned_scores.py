@@ -159,9 +159,9 @@ class ByThreshold(Chooser):
         none = torch.zeros(0, dtype=self.threshold.dtype, device=self.threshold.device)
         scores_N = torch.cat([none, *(one.scores_N for one in self.seen)])
         counts = [sum(one.own for one in self.seen), sum(one.stays for one in self.seen)]
-        own, stays = torch.stack(each(torch.tensor(counts, device=none.device))).sum(0).tolist()
-        scores_N = torch.cat(each(scores_N))
-        self.seen = [Seen(scores_N, int(own), int(stays))] if own else []
+        told = torch.stack(each(torch.tensor(counts, device=none.device))).sum(0)
+        scores_N, own = torch.cat(each(scores_N)), int(told[0])
+        self.seen = [Seen(scores_N, own, int(told[1]))] if own else []
 
     @torch.no_grad()
     def learn(self, share: float) -> None:
