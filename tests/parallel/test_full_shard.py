@@ -6,16 +6,18 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from afina.config import ParallelSettings
-from afina.errors import ConfigError
+from afina.errors import ConfigError, TechniqueError
 from afina.models.blocks import Blocks, Recompute
 from afina.models.forward import own_attention, packing
 from afina.parallel.beside import refuse_techniques
+from afina.parallel.copies import carried
 from afina.parallel.full_shard import Sum
 from afina.parallel.held import refuse_offload
 from afina.parallel.plan import Plan
@@ -28,12 +30,14 @@ from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.techniques.quantize import Quantize
 from afina.train.loop import backward
+from afina.train.passes import Passes
 from afina.train.validate import mean_loss
 from afina.train.window import Micro
 from tests.parallel.parity import Case, Found, edited, joined, run, whole, windows, work_of
 from tests.parallel.pool import Failed, Pool
 from tests.parallel.test_zero import same
 from tests.tiny import tiny_llama
+from tests.train.kit import ragged_rows
 
 pytestmark = pytest.mark.dist
 
@@ -352,6 +356,56 @@ def test_a_number_without_dimensions(pool: Pool) -> None:
     for zero in (1, 2, 3):
         settings = ParallelSettings.model_validate({"zero": zero})
         equal(pool.run(2, scaled, settings), expected)
+
+
+# --- weights that lie elsewhere than they compute --------------------------------------------------------------
+
+
+def offloaded(cases: Sequence[Case]) -> list[Found]:
+    """The path of what lies in the CPU, gathered where it computes, which is the CPU here as well."""
+    with mock.patch("afina.parallel.held.refuse_offload"):
+        return [run(case, ParallelSettings(zero=3, offload=True), more=True) for case in cases]
+
+
+def test_pieces_that_lie_in_the_cpu(pool: Pool) -> None:
+    cases = [Case("lora", 2), Case("full", 2)]
+    for case, found in zip(cases, zip(*pool.run(2, offloaded, cases), strict=True), strict=True):
+        expected = run(case, None)
+        equal([one.gradients for one in found], expected.gradients)
+        assert found[0].losses == pytest.approx(expected.losses, abs=1e-9)
+
+
+def test_batches_go_where_passes_run() -> None:
+    meta, model = torch.device("meta"), tiny_llama()
+    batch = Passes(model, True, False, 0, None, computes=meta).batch(ragged_rows(2))
+    assert batch.tokens_BT.device == meta
+    assert Passes(model, True, False, 0, None).device == torch.device("cpu")
+    gpu = Processes(ParallelSettings(zero=3, offload=True), 2, rank=1, device="cuda")
+    assert gpu.computes is not None
+    assert gpu.computes.type == "cuda"
+    assert Processes(ParallelSettings(zero=3), 2, rank=1, device="cuda").computes is None
+    assert OneProcess().computes is None
+
+
+def test_messages_of_nccl_go_from_the_gpu() -> None:
+    group: Any = None
+    with (
+        mock.patch("torch.distributed.get_backend", return_value="nccl"),
+        mock.patch.object(Tensor, "cuda", lambda tensor: tensor.to("meta")),
+    ):
+        assert carried(torch.ones(2), group).is_meta
+    with mock.patch("torch.distributed.get_backend", return_value="gloo"):
+        assert not carried(torch.ones(2), group).is_meta
+
+
+def test_what_was_exchanged_cannot_be_put_back() -> None:
+    model = tiny_llama()
+    edit = apply(model, [Full()], seed=5)
+    edit.renew()  # nothing is new: the originals are kept
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+    edit.renew()
+    with pytest.raises(TechniqueError, match="cannot undo"):
+        edit.undo()
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------

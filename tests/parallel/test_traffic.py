@@ -15,8 +15,9 @@ from afina.config import ParallelSettings
 from afina.models.forward import packing
 from afina.parallel.plan import plan_of
 from afina.parallel.processes import Processes
+from afina.parallel.shares import span
 from afina.parallel.traffic import counts, traffic
-from afina.parallel.zero import Shards, span
+from afina.parallel.zero import Shards
 from afina.train.loop import loop
 from afina.train.work import Work
 from afina.tree import Seams

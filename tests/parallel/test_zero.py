@@ -14,7 +14,8 @@ from afina.config import ParallelSettings
 from afina.optim.optimisers import Optimiser
 from afina.parallel.copies import Copies, Groups
 from afina.parallel.processes import Processes
-from afina.parallel.zero import Shards, span
+from afina.parallel.shares import span
+from afina.parallel.zero import Shards
 from afina.tree.pieces import gathered, piece_of
 from tests.parallel.parity import Case, Found, joined, placed, run
 from tests.parallel.pool import Pool

@@ -36,9 +36,9 @@ class Groups(NamedTuple):
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over the pieces of a tensor."""
-        summed = value.clone()
+        summed = carried(value.clone(), self.shard)
         dist.all_reduce(summed, group=self.shard)
-        return summed
+        return summed.to(value.device)
 
 
 class Copies:
@@ -85,7 +85,9 @@ class Copies:
         if self.group is None or self.group.size() == 1 or not tensors:
             return
         names = list(tensors)
-        there = torch.tensor([float(tensors[n].grad is not None) for n in names])
+        there = carried(
+            torch.tensor([float(tensors[n].grad is not None) for n in names]), self.group
+        )
         dist.all_reduce(there, group=self.group)
         for name, many in zip(names, there.tolist(), strict=True):
             if many and tensors[name].grad is None:
@@ -99,10 +101,15 @@ class Copies:
 def sum_up(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Sums tensors over the processes of a group, where they are; all have the same ones."""
     for bucket in buckets(tensors):
-        summed = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        summed = carried(torch.cat([tensor.reshape(-1) for tensor in bucket]), group)
         dist.all_reduce(summed, group=group)
         for tensor, part in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def carried(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A tensor where the messages of a group go from: NCCL's from the process's GPU, gloo's from where it is."""
+    return tensor.cuda() if dist.get_backend(group) == "nccl" else tensor
 
 
 def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from afina.parallel.copies import Copies, Groups, reduce_scatter, sum_up
 from afina.parallel.pipeline_stage import Left
 from afina.parallel.runtime import Micro, Named, there_and_back
+from afina.parallel.shares import shard_of
 from afina.parallel.units import Unit, units_of
-from afina.parallel.zero import shard_of
-from afina.tree.pieces import Piece, mark, piece_of
+from afina.tree.pieces import mark
 
 T = TypeVar("T")
 
@@ -116,9 +116,7 @@ class FullShards:
     ) -> None:
         self._model, self._groups = model, groups
         self._scalars = {n: p for n, p in tensors.items() if not p.dim()}
-        self._pieces = {
-            n: shard_of(p, groups) if p.dim() else _alone(p, groups) for n, p in tensors.items()
-        }
+        self._pieces = {n: shard_of(p, groups) for n, p in tensors.items()}
         self._copies, self._sum = Copies(groups.data), Sum()
         # Looked up before any of them is exchanged.
         here = {name for name, _ in model.named_parameters() if holds(name)}
@@ -254,12 +252,6 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor.clone()  # pyright: ignore[reportPrivateUsage]
 
 
-def _alone(parameter: nn.Parameter, groups: Groups) -> Piece:
-    """Of a tensor without dimensions, which stays whole in all processes."""
-    base, first = piece_of(parameter), groups.data.rank() == 0
-    return Piece(base.shape, base.box, base.counted and first, base.total)
-
-
 def _shared_out(
     model: nn.Module,
     units: list[Unit],
@@ -273,7 +265,9 @@ def _shared_out(
     root = Root(model)
     # A unit that holds others comes after them, and takes what they leave.
     modules: list[tuple[nn.Module, bool]] = [(unit.module, True) for unit in units]
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    # Memory that is pinned is for copies to a GPU.
+    pinned = mesh.device_type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for module, again in (*modules, (root, False)):
         shared: FSDPModule = fully_shard(
             module,

@@ -29,10 +29,10 @@ from afina.parallel.pipeline_balance import stretches
 from afina.parallel.pipeline_cut import in_block, stack_of
 from afina.parallel.plan import Plan
 from afina.parallel.runtime import Named
+from afina.parallel.shares import span
 from afina.parallel.tensor_place import Which, placed
 from afina.parallel.tensor_plan import ways_of
 from afina.parallel.traffic import unit_tensors
-from afina.parallel.zero import span
 
 FULL = 4
 """Bytes of a number of fp32, in which optimisers keep what they keep of half-precision tensors."""

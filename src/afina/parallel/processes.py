@@ -107,6 +107,11 @@ class Processes:
         return self._mesh
 
     @property
+    def computes(self) -> torch.device | None:
+        """The GPU, where what it computes with lies in the CPU."""
+        return self.device if self.plan.offload else None
+
+    @property
     def writes(self) -> bool:
         """The first of them does."""
         return self.rank == 0

@@ -66,6 +66,11 @@ class Mesh(Protocol):
     rank: int
 
     @property
+    def computes(self) -> torch.device | None:
+        """The device that passes run on; None where that is the one that the model's tensors lie on."""
+        ...
+
+    @property
     def writes(self) -> bool:
         """Whether this process writes the run's files."""
         ...
@@ -211,6 +216,11 @@ class OneProcess:
     def __init__(self, devices: Sequence[str] = ()) -> None:
         self.devices = tuple(devices)
         self._placement: Placement | None = None
+
+    @property
+    def computes(self) -> torch.device | None:
+        """Where the tensors lie."""
+        return None
 
     @property
     def writes(self) -> bool:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from afina.errors import ConfigError, RunError
 from afina.ops.loss import Part
-from afina.parallel.copies import Copies
+from afina.parallel.copies import Copies, carried
 from afina.parallel.runtime import Named
 from afina.parallel.tensor_calls import (
     Behind,
@@ -113,8 +113,7 @@ class Slices:
         sizes = [0.0 if p.grad is None else float(p.grad.double().norm()) for p in own.values()]
         if not sizes:
             return
-        device = next(iter(own.values())).device
-        least = torch.tensor(sizes, dtype=torch.float64, device=device)
+        least = carried(torch.tensor(sizes, dtype=torch.float64), self.parts.group)
         most = least.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.parts.group)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.parts.group)

@@ -25,10 +25,10 @@ from afina.ops.loss import PIECE_BYTES
 from afina.parallel.copies import BUCKET_BYTES, buckets
 from afina.parallel.plan import Plan
 from afina.parallel.runtime import Named
+from afina.parallel.shares import span
 from afina.parallel.tensor_place import CUT, Which, placed
 from afina.parallel.tensor_plan import Way, ways_of
 from afina.parallel.traffic import FLAG, NUMBER, Message
-from afina.parallel.zero import span
 
 ROUTED = 4
 """Bytes of fp32, at least, in which routers and losses are computed."""

@@ -24,8 +24,8 @@ from afina import seams
 from afina.parallel.copies import BUCKET_BYTES, buckets
 from afina.parallel.plan import Plan
 from afina.parallel.runtime import Named
+from afina.parallel.shares import span
 from afina.parallel.units import units_of
-from afina.parallel.zero import span
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 

@@ -17,7 +17,7 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -36,48 +36,8 @@ from afina.parallel.copies import (
     reduce_scatter,
 )
 from afina.parallel.runtime import Named
-from afina.tree.pieces import Piece, mark, piece_of
-
-
-def span(length: int, parts: int, part: int) -> tuple[int, int]:
-    """The part of so many parts of a length: `torch.chunk`'s, and empty ones behind those.
-
-    Returns:
-        Where it begins and ends.
-    """
-    each = -(-length // parts)
-    first = min(length, part * each)
-    return first, min(length, first + each)
-
-
-def shard_of(parameter: nn.Parameter, groups: Groups) -> Piece:
-    """Which part of its whole tensor this process's part of a parameter is; the parameter may be a part already."""
-    base = piece_of(parameter)
-    (origin, _), *others = base.box
-    first, end = span(parameter.shape[0], groups.shard.size(), groups.shard.rank())
-    return Piece(
-        base.shape,
-        ((origin + first, origin + end), *others),
-        base.counted and groups.first,
-        Total(groups, base.total),
-    )
-
-
-@dataclass(frozen=True)
-class Total:
-    """Sums over the pieces of a part of a tensor, and over the parts.
-
-    Attributes:
-        groups: of the pieces.
-        over_parts: of the part; see `Piece.total`.
-    """
-
-    groups: Groups
-    over_parts: Callable[[Tensor], Tensor]
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """The sum; every process that holds a piece asks."""
-        return self.over_parts(self.groups.total(value))
+from afina.parallel.shares import shard_of, span
+from afina.tree.pieces import mark
 
 
 class Slot(NamedTuple):
@@ -176,13 +136,11 @@ class Shards(Copies):
 
     def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
         """This process's part, in the tensor's own memory."""
-        if not parameter.dim():
-            first = self.groups.data.rank() == 0
-            base = piece_of(parameter)
-            piece = Piece(base.shape, base.box, base.counted and first, base.total)
-            return mark(nn.Parameter(parameter.detach()), piece)
-        first, end = span(parameter.shape[0], self._parts, self.groups.shard.rank())
-        return mark(nn.Parameter(parameter.detach()[first:end]), shard_of(parameter, self.groups))
+        part = parameter.detach()
+        if parameter.dim():
+            first, end = span(parameter.shape[0], self._parts, self.groups.shard.rank())
+            part = part[first:end]
+        return mark(nn.Parameter(part), shard_of(parameter, self.groups))
 
     def own(self, tensors: Named) -> dict[str, nn.Parameter]:
         """The pieces."""

@@ -494,7 +494,7 @@ class Job:
         return self.options.base or str(getattr(config, "_name_or_path", "") or "unknown")
 
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.options.mesh.computes or next(self.model.parameters()).device
 
     def _machine(self) -> dict[str, str]:
         return {"device": str(self._device()), "dtype": str(next(self.model.parameters()).dtype)}

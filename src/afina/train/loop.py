@@ -94,7 +94,7 @@ def loop(
             norm,
             lr,
             time.perf_counter() - began,
-            peak_bytes(_device(work.model)),
+            peak_bytes(work.passes.device),
             moved,
             fault,
         )
@@ -257,7 +257,3 @@ def _reduce(work: Work, tensors: dict[str, nn.Parameter], own: dict[str, nn.Para
     """Sums gradients over processes; returns the norm of the whole gradient."""
     work.mesh.reduce(tensors)
     return work.mesh.norm(own)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -41,6 +41,7 @@ class Passes:
         head: whose loss needs no logits; None makes them.
         within: what a pass happens inside of; see `parallel.runtime.Mesh`.
         alone: what a trial happens inside of; see there.
+        computes: the device that passes run on; None is the model's.
     """
 
     model: nn.Module
@@ -50,14 +51,15 @@ class Passes:
     head: Head | None
     within: Callable[[Callable[[], Tensor]], Tensor] = _itself
     alone: Callable[[Callable[[], Tensor]], Tensor] = _itself
+    computes: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        """The model's."""
-        return next(self.model.parameters()).device
+        """Where passes run."""
+        return self.computes or next(self.model.parameters()).device
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """The rows' tensors, on the model's device; where they lie packed, the places in front of them too."""
+        """The rows' tensors, where passes run; where rows lie packed, with the places in front of them."""
         placed = self._placed(rows)
         if self.shared:
             made = collate_shared(placed, self.pad_id)
@@ -176,7 +178,8 @@ def passes_of(
         pad_id = pad_id if own is None else own
     with mesh.opened():
         head = mesh.at_end(lambda: head_of(model))
-    return Passes(model, settings.packing, shared, pad_id, head, mesh.within, mesh.alone), reason
+    ways = (mesh.within, mesh.alone, mesh.computes)
+    return Passes(model, settings.packing, shared, pad_id, head, *ways), reason
 
 
 def unshared(model: nn.Module, edit: Edit, *, by_row: bool) -> str | None:

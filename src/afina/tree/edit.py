@@ -95,7 +95,9 @@ class Edit(Folded):
         if not undoable or parameter.is_meta:
             return
         home = self._home
-        original, heir = home._snapshots.pop(name), heir_of(home, name)
+        original, heir = home._snapshots.pop(name, None), heir_of(home, name)
+        if original is None:  # exchanged since; see `renew`
+            return
         if heir is None:
             parameter.copy_(original)
         else:
@@ -119,6 +121,14 @@ class Edit(Folded):
         self._undo = [step for step in self._undo if step not in steps]
         self._given_up.extend(self._replaced)
         self._replaced.clear()
+
+    def renew(self) -> None:
+        """See `Changes.renew`; what was exchanged cannot be put back, so nothing is kept for that."""
+        before = self.in_place
+        super().renew()
+        for name, parameter in self.in_place.items():
+            if parameter is not before[name]:
+                self._snapshots.pop(name, None)
 
     def keep(self) -> None:
         """Makes the merged weights the model's own: what was attached goes, and there is no way back.
