@@ -310,17 +310,21 @@ def race(number: int, folder: Path) -> list[dict[str, Any]]:
 def careless() -> None:
     """From here on a checkpoint is named the latest before it is written, and is written under its own name."""
     from afina.train import checkpoint, durable
+    from afina.train.saving import Saving
 
-    whole = checkpoint._write
+    whole = Saving._write
 
-    def write(folder: Path, *rest: Any) -> None:
-        place = folder.parent / folder.name.split(".")[1]
-        durable.write_text(folder.parent / checkpoint.LATEST, place.name)
+    def write(self: Saving) -> dict[str, str]:
+        place, hidden = self.folder, self.temporary
+        durable.write_text(place.parent / checkpoint.LATEST, place.name)
         place.mkdir(exist_ok=True)
-        whole(place, *rest)
-        shutil.copytree(place, folder, dirs_exist_ok=True)
+        self.temporary = place
+        found = whole(self)
+        self.temporary = hidden
+        shutil.copytree(place, hidden, dirs_exist_ok=True)
+        return found
 
-    checkpoint._write = write
+    Saving._write = write
 
 
 def main() -> None:
