@@ -46,6 +46,14 @@ def test_weights_that_are_shared_out_twice(pool: Pool) -> None:
     check_all(cases, pool.run(4, runs, cases, ParallelSettings(tensor=2, zero=3)))
 
 
+def test_nine_heads_and_three_of_keys_in_three_processes(pool: Pool) -> None:
+    """SmolLM2's proportions, which two processes cannot share (`test_tensor_refused`)."""
+    sizes = (("hidden_size", 36), ("intermediate_size", 48), ("head_dim", 4))
+    heads = (("num_attention_heads", 9), ("num_key_value_heads", 3))
+    cases = [Case("lora", 1, model=(*sizes, *heads)), Case("full", model=(*sizes, *heads))]
+    check_all(cases, pool.run(3, runs, cases, ParallelSettings(tensor=3)))
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
 def test_families(pool: Pool, family: str) -> None:
     cases = [Case("lora", family=family), Case("full", family=family)]
