@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import afina
+from afina.models.offload import Offload
 from afina.ops import attention, reference
 from afina.ops.layout import with_layout
 from afina.ops.loss import linear_cross_entropy
@@ -198,6 +199,20 @@ def test_the_comparison_of_operations_sees_a_wrong_one() -> None:
         not torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(right, wrong, strict=True)
     ]
     assert apart == [True, True, False, True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_come_back_from_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    kept = trained("cuda", tmp_path / "kept", recompute=recompute)
+    monkeypatch.setattr(
+        "afina.train.job.offloaded", lambda model, device, *, wanted: Offload(model, device, 1).running()
+    )  # fmt: skip
+    moved = trained("cuda", tmp_path / "moved", recompute=recompute, offload_activations=True)
+    assert furthest(kept, moved) < 1e-5
 
 
 @pytest.mark.gpu

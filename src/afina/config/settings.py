@@ -141,6 +141,11 @@ class TrainSettings(Settings):
         description="compute blocks again in backward instead of keeping what they hold: all, every n-th, or "
         "(selective) all but their matrix products",
     )
+    offload_activations: bool = Field(
+        default=False,
+        description="keep what backward needs in the host's memory meanwhile, for steps that do not fit on a GPU; "
+        "unverified on a GPU so far",
+    )
     step_in_backward: bool = Field(
         default=False,
         description="move each tensor inside the backward pass and drop its gradient, for full fine-tuning in less "
@@ -189,6 +194,16 @@ class TrainSettings(Settings):
             raise ValueError(
                 "schedule_by: tokens would do nothing, for a constant rate does not fall: leave schedule_by out, or "
                 "set schedule to linear or cosine"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_what_is_saved(self) -> TrainSettings:
+        if self.offload_activations and (self.compile is True or self.recompute == "selective"):
+            name = "compile: true" if self.compile is True else "recompute: selective"
+            raise ValueError(
+                f"offload_activations moves what autograd saves, and {name} keeps it elsewhere: leave one of the two "
+                "out (recompute: true goes with it)"
             )
         return self
 

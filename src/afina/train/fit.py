@@ -267,6 +267,7 @@ def refuse_several(plan: Plan, settings: TrainSettings, keys: Sequence[str]) -> 
     reasons = {
         "step_in_backward": "a tensor that moves in backward does not wait for the other processes",
         "cache_inputs_gib": "each process would keep the states of all rows",
+        "offload_activations": "what processes exchange would be moved with what is saved",
     }
     for name, why in reasons.items():
         if getattr(settings, name):

@@ -19,6 +19,7 @@ from afina.data.settings import DataSettings
 from afina.errors import counted
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
+from afina.models.offload import offloaded, refuse_idle_offload
 from afina.ops import attention
 from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import OneProcess
@@ -150,6 +151,8 @@ class Job:
         self.blocks = Blocks(
             self.model, self.settings.recompute, must_compile=self.settings.compile is True
         )
+        if self.settings.offload_activations:
+            refuse_idle_offload(self._device())
         with self._claimed():
             try:
                 with durable.writing("the run's files", self.out, alone=False):
@@ -339,7 +342,8 @@ class Job:
         by_kernels = attention.by_kernels(
             self._device(), wanted=self.settings.attention == "triton"
         )
-        with packing(self.model, packed), by_kernels, self.blocks.running():
+        offload = offloaded(self.model, self._device(), wanted=self.settings.offload_activations)
+        with packing(self.model, packed), by_kernels, self.blocks.running(), offload:
             self.model.train()
             try:
                 passes, why = self._passes()

@@ -36,6 +36,7 @@ OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads", "train.compile
 
 HARMLESS = (
     "train.save_every", "train.keep_last", "train.save_async", "train.tensorboard", "train.step_in_backward",
+    "train.offload_activations",
 )  # fmt: skip
 """Settings that change nothing of what is learnt or kept in the end."""
 
