@@ -143,7 +143,7 @@ def test_a_pass_is_the_reference_in_values_and_gradients(form: str, checks: bool
         torch.autograd.grad(slow, inputs, seed),
         strict=True,
     ):
-        assert (got - true).abs().max() <= 1e-3 if form == "additive" else 1e-10
+        assert (got - true).abs().max() <= (1e-3 if form == "additive" else 1e-10)
     assert done == ([True] if checks else [])
     assert not way.states
     assert not way.digits
