@@ -217,6 +217,20 @@ def test_additive_learns_as_by_ordinary_autograd(name: str, monkeypatch: Any) ->
     assert pass_of(edit)._checked
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_in_fp32_gradients_are_those_of_ordinary_autograd(form: Any, monkeypatch: Any) -> None:
+    edit = on(deep("gpt2").float(), Full(), form=form)
+    found = learnt(edit)
+    with remembered(monkeypatch):
+        true = learnt(edit)
+    assert found[0] == true[0]
+    assert found[1].keys() == true[1].keys() == edit.trainable().keys()
+    for name, gradient in true[1].items():
+        assert float((found[1][name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+    plain = learnt(apply(deep("gpt2").float(), [Full()]))[1]  # the control: another function's
+    assert any(float((plain[n] - g).norm()) > 1e-3 * float(g.norm()) for n, g in true[1].items())
+
+
 # --- R2, R6: bit for bit ---------------------------------------------------------------------------------------
 
 
