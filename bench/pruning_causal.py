@@ -80,6 +80,11 @@ class Taken:
         """Of the median step; the first, in which thresholds are found, is left out."""
         return statistics.median(self.seconds[1:])
 
+    def dearest(self, whole: Taken) -> float:
+        """The most that a step takes of the step of whole rows in the same turn, the first left out."""
+        turns = zip(self.seconds[1:], whole.seconds[1:], strict=True)
+        return max(own / beside for own, beside in turns)
+
     def loss_after(self, seconds: float) -> float:
         """The loss when so much time had been taken, between two measurements in proportion."""
         done = sorted(self.losses)
@@ -276,6 +281,8 @@ def lines(taken: dict[str, Taken], *, markdown: bool = False) -> Iterator[str]:
     ]
     yield from barred(head, rows) if markdown else spaced(head, rows)
     yield f"before training: {whole.losses[0]:.3f}; after {end} steps of one row"
+    most = ", ".join(f"{n} {one.dearest(whole):.2f}" for n, one in taken.items() if n != WHOLE)
+    yield f"the dearest step after the first, beside that of whole rows: {most}"
 
 
 def figures(taken: dict[str, Taken], work: str) -> list[Figure]:
