@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch import Tensor
 import afina
 from afina.adapters import files
 from afina.adapters.combine import combine
-from afina.adapters.inspection import Inspection, Row, inspect
-from afina.adapters.inspection_plot import plot
+from afina.adapters.inspection import Inspection, inspect
+from afina.adapters.inspection_plot import lines_of, plot
+from afina.adapters.inspection_rows import Row
 from afina.adapters.inspection_words import lines
 from afina.errors import AdapterError, ConfigError
 from tests import battery
@@ -175,18 +177,18 @@ def test_any_method_is_shown(kind: str, tmp_path: Path) -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     made_by_peft("llama", tmp_path / "a", LORA, 0)
-    rows = inspect(tmp_path / "a").every_row
-    plot(rows, tmp_path / "in/one.png")
+    found = inspect(tmp_path / "a")
+    plot(found, tmp_path / "in/one.png")
     assert (tmp_path / "in/one.png").read_bytes().startswith(b"\x89PNG")
-    plot(rows, tmp_path / "one.svg")
+    plot(found, tmp_path / "one.svg")
     assert (
         "effective rank" in (tmp_path / "one.svg").read_text()
         or b"svg" in (tmp_path / "one.svg").read_bytes()
     )
     with pytest.raises(ConfigError, match="no picture of that form"):
-        plot(rows, tmp_path / "one.docx")
+        plot(found, tmp_path / "one.docx")
     with pytest.raises(AdapterError, match="no places to draw"):
-        plot([], tmp_path / "two.png")
+        plot(replace(found, rows=()), tmp_path / "two.png")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "in", "one.svg"}
 
 
@@ -217,7 +219,10 @@ def test_an_adapter_of_several_techniques(tmp_path: Path) -> None:
     said = "\n".join(lines(found))
     assert f"{tmp_path}/a/lora: lora" in said
     assert f"{tmp_path}/a/prompt: prompt" in said
-    plot(found.every_row, tmp_path / "a.png")
+    plot(found, tmp_path / "a.png")
+    drawn = lines_of(found)
+    assert {len(rows) for name, rows in drawn.items() if name.startswith("lora: ")} == {2}
+    assert list(drawn)[-1] == "prompt: prompt_embeddings"
     with pytest.raises(
         AdapterError, match=r"several techniques in one[^$]*name the one that is a sum"
     ):
@@ -238,3 +243,42 @@ def test_biases_are_at_the_modules_that_have_them(tmp_path: Path) -> None:
     assert not found.strange
     assert row(found, "model.layers.0.self_attn.q_proj").tensors == ("bias",)
     assert row(found, "lm_head").tensors == ("weight",)
+
+
+def test_experts_have_a_spectrum_for_each_of_their_tensors(tmp_path: Path) -> None:
+    targets = ("q_proj", "experts")
+    edit = afina.apply(battery.build("mixtral"), [afina.LoRA(rank=2, target=targets)])
+    battery.train(edit.model, edit)
+    before = {n: p.detach().clone() for n, p in edit.model.named_parameters() if "experts" in n}
+    files.save(edit, tmp_path / "a", base="tiny")
+    found = inspect(tmp_path / "a")
+    edit.merge()
+    changed = dict(edit.model.named_parameters())
+    for own in ("gate_up_proj", "down_proj"):
+        one = row(found, name := f"model.layers.1.mlp.experts.{own}")
+        values = linalg.svdvals((changed[name] - before[name]).double())
+        assert one.shape == tuple(before[name].shape)
+        assert (one.rank, one.scale) == (2, 16.0)
+        assert one.norm == pytest.approx(float(values.square().sum().sqrt()))
+        assert one.spectral == pytest.approx(float(values.max()))
+        assert one.effective is not None
+        assert 1 < one.effective <= 2
+    assert found.facts["targets"] == {"down_proj": 2, "gate_up_proj": 2, "q_proj": 2}
+    assert not found.strange
+    edit_config(tmp_path / "a", r=3)
+    assert any("fused experts do not fit" in one for one in inspect(tmp_path / "a").strange)
+
+
+def test_factors_count_by_what_they_change(tmp_path: Path) -> None:
+    edit = afina.apply(battery.build("llama"), [afina.IA3(modules_to_save=("norm",))])
+    files.save(edit, tmp_path / "a", base="tiny")
+    assert sum("factors all 1" in one for one in inspect(tmp_path / "a").strange) == 6
+    with torch.no_grad():
+        for delta in edit.deltas.values():
+            for parameter in delta.parameters():
+                parameter.add_(0.5)
+    files.save(edit, tmp_path / "a", base="tiny")
+    found = inspect(tmp_path / "a")
+    assert not found.strange
+    assert row(found, "model.layers.0.mlp.down_proj").norm == pytest.approx(0.5 * 24**0.5)
+    assert row(found, "model.norm").tensors == ("weight",)

@@ -8,7 +8,6 @@ Legend: ΔW = s · B A, the change of a low-rank place; effective rank as in `op
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -23,60 +22,13 @@ from torch import Tensor
 from afina.adapters.beside_lora import BESIDE, more_of
 from afina.adapters.card import read_record, read_settings
 from afina.adapters.fitting import KINDS
+from afina.adapters.inspection_rows import Row, groups_of, rows_of
 from afina.adapters.kinds import kind_of, refuse_settings
-from afina.adapters.layout import CONFIG, PREFIX, RECORD, WEIGHTS, read_config, stacked
+from afina.adapters.layout import CONFIG, RECORD, WEIGHTS, read_config, stacked
 from afina.adapters.oddities import broken, idle
 from afina.adapters.outputs import MADE_BY
-from afina.adapters.products import EMBEDDING, LINEAR, VALUES, of_experts, product_of
 from afina.adapters.sources import adapter_of
 from afina.errors import AdapterError, AfinaError
-from afina.ops import svd
-
-SILENT = 1e-12
-"""A change whose norm is below this is called none."""
-
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-_ENDING = re.compile(
-    r"\.(?P<part>(lora|ia3|ada|prompt|adapter|trainable)[^.]*|[^.]*)(\.(?P<adapter>default))?(\.weight|\.bias)?$"
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One place of an adapter.
-
-    Attributes:
-        name: of the module, or of the tensor where it is of none.
-        tensors: endings of the keys there.
-        parameters: how many numbers.
-        norm: of ΔW for a low-rank place, else of the tensors together.
-        shape: of ΔW: (out, in); None for what is no low-rank place.
-        rank: r.
-        scale: s.
-        spectral: the largest singular value of ΔW.
-        effective: the effective rank of ΔW.
-    """
-
-    name: str
-    tensors: tuple[str, ...]
-    parameters: int
-    norm: float
-    shape: tuple[int, int] | None = None
-    rank: int | None = None
-    scale: float | None = None
-    spectral: float | None = None
-    effective: float | None = None
-
-    @property
-    def block(self) -> int | None:
-        """The first number in the name."""
-        found = _NUMBER.search(self.name)
-        return None if found is None else int(found[1])
-
-    @property
-    def tail(self) -> str:
-        """The last part of the name."""
-        return self.name.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -164,8 +116,12 @@ def _inspect(folder: Path) -> Inspection:
         refuse_settings(plain, KINDS, folder / CONFIG)
     except AfinaError as error:
         strange.append(f"afina would not load it: {error.got}; wanted {error.wanted}")
-    groups = _groups(tensors, None if kind is None else kind.ending)
-    rows = tuple(_row(name, group, config, folder, strange) for name, group in groups.items())
+    groups = groups_of(tensors, None if kind is None else kind.ending)
+    rows = tuple(
+        row
+        for name, group in groups.items()
+        for row in rows_of(name, group, config, folder, strange)
+    )
     strange += [*broken(tensors), *idle(config, groups)]
     method = str(config.get("peft_type")) if kind is None else kind.technique.key
     method = " + ".join([method, *(BESIDE[key] for key in BESIDE if key in had)])
@@ -218,64 +174,3 @@ def _facts(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _counts(values: Iterable[Any]) -> dict[str, int]:
     """How often each value is there, the commonest first."""
     return {str(value): number for value, number in Counter(values).most_common()}
-
-
-def _groups(
-    tensors: Mapping[str, Tensor], ending: re.Pattern[str] | None
-) -> dict[str, dict[str, Tensor]]:
-    """The tensors by the module that they are of; by the technique's own rule where it has one."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in sorted(tensors.items()):
-        match = ending.search(key) if ending is not None else None
-        match = match or _ENDING.search(key)
-        name = key if match is None else key[: match.start()]
-        part = key[len(name) :].lstrip(".")
-        if match is not None and match["adapter"]:
-            part = part.replace(f".{match['adapter']}", "", 1)
-        while name.startswith(PREFIX):
-            name = name.removeprefix(PREFIX)
-        found.setdefault(name, {})[part] = tensor
-    return found
-
-
-def _row(
-    name: str,
-    group: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    folder: Path,
-    strange: list[str],
-) -> Row:
-    """One place; what is odd about it is added to `strange`."""
-    parameters = sum(t.numel() for t in group.values())
-    plain = math.sqrt(sum(float(t.double().square().sum()) for t in group.values()))
-    row = Row(name, tuple(group), parameters, plain)
-    ends = next((e for e in (LINEAR, EMBEDDING, VALUES) if set(e) <= set(group)), None)
-    if (
-        ends is None
-        or of_experts(name, config)
-        or not all(t.isfinite().all() for t in group.values())
-    ):
-        if any("lora_A" in part or "lora_B" in part for part in group) and ends is None:
-            strange.append(f"{name}: half of a pair: {', '.join(group)}")
-        return row
-    try:
-        product = product_of(name, {end: group[end] for end in ends}, config, folder)
-    except AdapterError as error:
-        strange.append(f"{name}: {error.what}: {error.got}")
-        return row
-    values = svd.product_values(product.b_OR, product.a_RI) * abs(product.scale)
-    norm = float(values.square().sum().sqrt())
-    if norm < SILENT:
-        zero = [end for end in ends if not group[end].any()]
-        strange.append(f"{name}: it changes nothing ({' and '.join(zero) or 'the product'} all 0)")
-    return Row(
-        name,
-        tuple(group),
-        parameters,
-        norm,
-        product.shape,
-        product.rank,
-        product.scale,
-        float(values[0]),
-        svd.effective_rank(values),
-    )

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from afina.adapters.inspection import Row
+from afina.adapters.inspection import Inspection
+from afina.adapters.inspection_rows import Row
 from afina.errors import AdapterError, ConfigError
 
 
-def plot(rows: Sequence[Row], file: Path) -> None:
+def plot(found: Inspection, file: Path) -> None:
     """Writes the picture, whole or not at all; its form is that of the file's ending.
 
-    Places outside the blocks stand to the right of the last one.
+    Places outside the blocks stand to the right of the last one. Of an adapter of several techniques each has lines of
+    its own.
 
     Raises:
         AdapterError: there is nothing to draw.
         ConfigError: the file cannot be written, or its ending is none that can be drawn.
     """
+    rows = found.every_row
     if not rows:
         raise AdapterError("the adapter has no places to draw")
     # Figure without pyplot: no global state, no window, and safe in any thread.
@@ -27,7 +30,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     from matplotlib.figure import Figure
 
     ranked = any(row.effective is not None for row in rows)
-    figure = Figure(figsize=(8, 6.5 if ranked else 3.5))
+    figure = Figure(figsize=(8, 6.5 if ranked else 3.5), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     form = file.suffix.lstrip(".").lower() or "png"
     if form not in canvas.get_supported_filetypes():
@@ -36,14 +39,14 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             "there is no picture of that form", got=file, wanted=f"an ending of {wanted}"
         )
     panels: Any = figure.subplots(2 if ranked else 1, 1, squeeze=False)
-    _draw(panels[0][0], rows, [row.norm for row in rows], "norm of the change")
+    lines = lines_of(found)
+    _draw(panels[0][0], lines, lambda row: row.norm, "norm of the change")
     if ranked:
-        _draw(panels[1][0], rows, [row.effective for row in rows], "effective rank")
-    panels[0][0].legend(
-        frameon=False, fontsize=8, ncols=4, loc="upper left", bbox_to_anchor=(0, 1.25)
+        _draw(panels[1][0], lines, lambda row: row.effective, "effective rank")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, frameon=False, fontsize=8, ncols=4, loc="outside upper left", mode="expand"
     )
-    panels[-1][0].set_xlabel("block")
-    figure.subplots_adjust(left=0.1, right=0.97, bottom=0.1, top=0.87, hspace=0.15)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,19 +58,38 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _draw(axes: Any, rows: Sequence[Row], values: Sequence[float | None], label: str) -> None:
-    """One panel: a line for each last part of the names."""
+def lines_of(found: Inspection) -> dict[str, list[Row]]:
+    """The rows of each line: of one kind of module, and of one technique; by what the line is called."""
+    lines: dict[str, list[Row]] = {}
+    for part in found.parts or (found,):
+        start = f"{part.method}: " if found.parts else ""
+        for row in part.every_row:
+            lines.setdefault(start + row.tail, []).append(row)
+    return lines
+
+
+def _draw(
+    axes: Any,
+    lines: Mapping[str, Sequence[Row]],
+    value_of: Callable[[Row], float | None],
+    label: str,
+) -> None:
+    """One panel."""
+    rows = [row for each in lines.values() for row in each]
     last = max((row.block for row in rows if row.block is not None), default=-1)
-    tails = list(dict.fromkeys(row.tail for row in rows))
-    for tail in tails:
+    top = 0.0
+    for name, each in lines.items():
         points = sorted(
             (last + 1 if row.block is None else row.block, value)
-            for row, value in zip(rows, values, strict=True)
-            if row.tail == tail and value is not None
+            for row in each
+            if (value := value_of(row)) is not None
         )
         if points:
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=1, label=tail)
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=1, label=name)
+            top = max(top, *(v for _, v in points if v < float("inf")), 0.0)
     axes.set_ylabel(label)
-    top = max((value for value in values if value is not None and value < float("inf")), default=0)
     axes.set_ylim(0, 1.08 * top or 1)
+    axes.set_xlim(-0.5, last + (1.5 if any(row.block is None for row in rows) else 0.5))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("block" if last >= 0 else "outside of the blocks")
     axes.grid(alpha=0.3)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from afina.adapters.inspection import Inspection, Row
+from afina.adapters.inspection import Inspection
+from afina.adapters.inspection_rows import Row
 
 
 def lines(found: Inspection, most: int | None = None) -> list[str]:
@@ -45,7 +46,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    shape = "-" if row.shape is None else f"{row.shape[0]} x {row.shape[1]}"
+    shape = "-" if row.shape is None else " x ".join(map(str, row.shape))
     return (
         row.name,
         shape,

@@ -114,14 +114,51 @@ def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product
     return Product(b_OR, a_RI, scale, ends == EMBEDDING)
 
 
-def _alpha(name: str, rank: int, config: Config, folder: Path) -> float:
+def products_of_experts(
+    name: str, a_QI: Tensor, b_OQ: Tensor, config: Config, folder: Path
+) -> list[Product]:
+    """The change of one tensor of fused experts: a product for each; see `peft_experts` for how these lie in A and B.
+
+    Args:
+        name: of the tensor, as the configuration calls it.
+        a_QI: (experts · r, in), the expert slowest.
+        b_OQ: (out, r · experts), the expert fastest.
+        config: the adapter's.
+        folder: the adapter's, for errors.
+
+    Raises:
+        AdapterError: the two do not fit each other or the rank, or rank or alpha are in doubt.
+    """
+    ranks = _patterns(name, "rank_pattern", config.get("r"), config, folder)
+    both = a_QI.shape[0] if a_QI.dim() == b_OQ.dim() == 2 and a_QI.numel() else 0
+    fitting = [r for r in ranks if isinstance(r, int) and r > 0 and both % r == 0]
+    if not both or b_OQ.shape[1] != both or len(fitting) != 1:
+        raise AdapterError(
+            "the factors of fused experts do not fit each other, or their rank",
+            got=f"{folder}: {name}, A {tuple(a_QI.shape)}, B {tuple(b_OQ.shape)}, rank "
+            + " or ".join(map(str, ranks)),
+            wanted="A (experts · r, in) and B (out, r · experts)",
+        )
+    rank = fitting[0]
+    alpha = _alpha(name, rank, config, folder)
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    a_ERI, b_ORE = a_QI.reshape(-1, rank, a_QI.shape[1]), b_OQ.reshape(b_OQ.shape[0], rank, -1)
+    return [Product(b_ORE[:, :, e], a_RI, scale) for e, a_RI in enumerate(a_ERI)]
+
+
+def _patterns(name: str, key: str, default: Any, config: Config, folder: Path) -> list[Any]:
+    """The values that a table of the configuration has for a place."""
     try:
-        ranks = pattern(config.get("rank_pattern"), name, config.get("r"))
-        alphas = pattern(config.get("alpha_pattern"), name, config.get("lora_alpha"))
+        return pattern(config.get(key), name, default)
     except (re.error, AttributeError) as error:  # no table, or no expressions in it
         raise AdapterError(
             "the patterns of ranks or alphas are none", got=f"{folder / CONFIG}: {error}"
         ) from None
+
+
+def _alpha(name: str, rank: int, config: Config, folder: Path) -> float:
+    ranks = _patterns(name, "rank_pattern", config.get("r"), config, folder)
+    alphas = _patterns(name, "alpha_pattern", config.get("lora_alpha"), config, folder)
     if rank not in ranks:
         raise AdapterError(
             "a rank in the file and in the configuration differ",

@@ -57,7 +57,7 @@ def command(
     if plot is not None:
         from afina.adapters.inspection_plot import plot as draw
 
-        draw(found.every_row, Path(plot))
+        draw(found, Path(plot))
     if json_file is not None:
         write_json(json_file, found.record)
     if strict and found.every_strange:
