@@ -31,7 +31,8 @@ def refuse_unlike(new: AtHand, old: AtHand, *, drops: bool) -> tuple[str, ...]:
             raise ModelError(
                 "the model's files keep its tensors in another form than the model has them",
                 got=model.folder,
-                cure="load it and save it again with model.save_pretrained(folder)",
+                wanted="files that have each of the model's tensors whole; fused experts are mostly kept in pieces",
+                cure="keep the tuned model: of such files no adapter can be extracted",
             )
     here, there = shapes_of(new), shapes_of(old)
     unlike = [n for n in sorted({*here, *there}) if here.get(n) != there.get(n)]

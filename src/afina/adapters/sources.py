@@ -158,15 +158,19 @@ def _whole(found: list[Entry]) -> dict[str, Tensor]:
 
 def _refuse_other(kind: Kind, config: Config, folder: Path) -> None:
     what = kind.technique.__name__
+    cure = INSTEAD if kind.peft_type in MERGED else "keep it as it is: it is no change of maps"
     if kind.peft_type in ADDED and kind.technique is not DoRA:
         if not config.get("target_parameters"):
             return
         what = "LoRA on fused experts, a product for each expert,"
+        cure = (
+            "keep it as it is; several act together without that: afina chat A:0.7 --adapter B:0.3"
+        )
     raise AdapterError(
         f"this is arithmetic with one low-rank change a place, and {what} is none",
         got=folder,
         wanted="LoRA or AdaLoRA",
-        cure=INSTEAD if kind.peft_type in MERGED else "keep it as it is: it is no change of maps",
+        cure=cure,
     )
 
 
