@@ -499,7 +499,7 @@ def test_fused_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"fused experts|target_parameters"):
         combine({tmp_path / "a": 1.0}, tmp_path / "c")
     rows = {row.name: row for row in inspect(tmp_path / "a").rows}
-    assert rows["model.layers.0.mlp.experts"].rank is None
+    assert rows["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 24, 16)
     assert rows["model.layers.0.self_attn.q_proj"].rank == 2
 
 
