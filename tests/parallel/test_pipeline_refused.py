@@ -13,6 +13,8 @@ from afina.models.forward import packing
 from afina.parallel.beside import refuse_techniques
 from afina.parallel.plan import Plan
 from afina.parallel.processes import Processes
+from afina.table import apply
+from afina.techniques.lora import LoRA
 from afina.train.fit import refuse_in_stages, refuse_several
 from afina.train.loop import backward
 from afina.tree import Seams
@@ -50,6 +52,27 @@ def test_a_split_of_other_blocks(pool: Pool) -> None:
     settings = ParallelSettings(pipeline=2, split=(2, 1))
     for said in pool.run(2, refused, {"num_hidden_layers": 4}, settings):
         assert "4 blocks in 2 stages" in said
+
+
+def still(schedule: str) -> str:
+    """What is said where only the upper blocks train."""
+    mesh = Processes(ParallelSettings.model_validate({"pipeline": 2, "schedule": schedule}))
+    edit = apply(tiny_llama(num_hidden_layers=4), [LoRA(rank=2, target=("model.layers.3.mlp.*",))])
+    mesh.begin()
+    try:
+        mesh.hold(edit.model, edit.trainable())
+    except ConfigError as error:
+        return str(error)
+    finally:
+        mesh.end()
+    return ""
+
+
+def test_a_split_backward_pass_needs_gradients_at_every_border(pool: Pool) -> None:
+    """torch's split pass gives nothing a gradient in a stage into which none flows."""
+    for said in pool.run(2, still, "zero_bubble"):
+        assert "nothing trains before stage 1 of 2" in said
+    assert pool.run(2, still, "1f1b") == ["", ""]
 
 
 def different_rows() -> str:

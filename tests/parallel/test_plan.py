@@ -13,14 +13,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from afina.cli import main
 from afina.config import ParallelSettings
-from afina.errors import ConfigError
+from afina.errors import ConfigError, sized
 from afina.models.forward import packing
 from afina.parallel.layouts import layouts
 from afina.parallel.plan import Plan, plan_of, refuse_alone
+from afina.parallel.portion import Portion
 from afina.parallel.predict import Size, formula, predicted
 from afina.parallel.processes import Processes
 from afina.parallel.refusals import Facts, explained, facts_of, refuse
+from afina.parallel.step_traffic import step_traffic
+from afina.parallel.tensor_traffic import Pass
+from afina.parallel.traffic import counts, sent
 from afina.table import apply
+from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.train.loop import loop
 from afina.tree import Seams
@@ -125,7 +130,7 @@ def test_each_process_holds_what_was_said(pool: Pool, processes: int) -> None:
             for case in cases:
                 edit = edited(case)
                 said = predicted(plan, edit.model, edit.trainable(), 2, rank)
-                # With zero 1 whole gradients are shared out before tensors move; see test_traffic.
+                # With zero 1 whole gradients are shared out before tensors move; see test_bytes.
                 gradients = said.state / 2 if plan.zero == 1 else said.gradients
                 expected.append((said.weights, gradients, said.state))
         assert mine == expected, (rank, LAYOUTS[processes])
@@ -155,6 +160,41 @@ def test_the_table_of_the_page_is_what_is_held() -> None:
             most = max(every, key=lambda one: one.total - one.gathered)
             cells = f"{most.weights:,} | {most.gradients:,} | {most.state:,}"
             assert f"| {name} | {case.technique} | {cells} |" in text
+
+
+SENT: list[tuple[str, int, dict[str, Any]]] = [
+    ("2 processes, `zero=0`", 2, {}),
+    ("2 processes, `zero=1`", 2, {"zero": 1}),
+    ("2 processes, `zero=2`", 2, {"zero": 2}),
+    ("2 processes, `zero=3`", 2, {"zero": 3}),
+    ("3 processes, `tensor=3`", 3, {"tensor": 3}),
+    ("2 processes, `pipeline=2`", 2, {"pipeline": 2}),
+]
+
+
+def test_the_messages_of_the_page_are_those_that_are_stated() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    edits: list[Any] = []
+    for technique in (LoRA(rank=16), Full()):
+        with torch.device("meta"):
+            edits.append(apply(LlamaForCausalLM(config), [technique], undoable=False))
+    for name, processes, layout in SENT:
+        plan, cells = plan_of(ParallelSettings(**layout), processes), ""
+        for edit in edits:
+            portions = [Portion(plan, r, edit.model, edit.trainable()) for r in range(processes)]
+            said = [step_traffic(one, [Pass(2048, 2048)] * 8) for one in portions]
+            most = max(said, key=sent)
+            cells += f" | {sum(counts(most).values()):,} | {sized(sent(most))}"
+        assert f"| {name}{cells} |" in text
 
 
 # --- refusals --------------------------------------------------------------------------------------------------

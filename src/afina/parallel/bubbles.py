@@ -22,10 +22,16 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from afina.parallel.plan import Schedule
+from afina.parallel.plan import Plan, Schedule
 
 CHUNKS: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """Stages of a process, where nobody says how the blocks are split."""
+
+
+def chunks_of(plan: Plan) -> int:
+    """Stages of each process of a pipeline."""
+    return len(plan.split) // plan.pipeline if plan.split else CHUNKS[plan.schedule]
+
 
 KINDS = ("F", "B", "I", "W")
 """Of a `Slot`; whatever else stands in a table is done between them."""

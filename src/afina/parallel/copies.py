@@ -102,6 +102,8 @@ def sum_up(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Sums tensors over the processes of a group, where they are; all have the same ones."""
     for bucket in buckets(tensors):
         summed = carried(torch.cat([tensor.reshape(-1) for tensor in bucket]), group)
+        if not summed.numel():  # empty pieces, in every process of the group
+            continue
         dist.all_reduce(summed, group=group)
         for tensor, part in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -31,10 +31,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from afina.errors import AfinaError, ConfigError, RunError
-from afina.parallel.bubbles import CHUNKS, made_schedule, micro_batches
+from afina.parallel.bubbles import made_schedule, micro_batches
 from afina.parallel.copies import Copies
-from afina.parallel.pipeline_balance import measured, stretches
-from afina.parallel.pipeline_cut import held_names, in_block, release, result_of, stack_of
+from afina.parallel.pipeline_balance import bounds_of, measured
+from afina.parallel.pipeline_cut import (
+    flows_into,
+    held_names,
+    reads_embedding,
+    release,
+    result_of,
+    stack_of,
+)
 from afina.parallel.pipeline_stage import Blocks, Chunk, Left, Stage, hidden_of
 from afina.parallel.plan import Place, Schedule
 from afina.parallel.runtime import Micro, Named
@@ -46,6 +53,7 @@ from afina.types import Batch
 
 if TYPE_CHECKING:
     from afina.parallel.processes import Processes
+    from afina.parallel.tensor import Slices
 
 T = TypeVar("T")
 
@@ -85,7 +93,7 @@ class Pipeline:
         mesh: the processes, which have met.
         model: whole; from here on this process holds its own part of it.
         tensors: that train, by name.
-        split: how many blocks each stage gets; None where they are shared out evenly.
+        slices: its part of every matrix, where a tensor group shares those.
 
     Attributes:
         chunks: the stretches of blocks of this process.
@@ -101,54 +109,59 @@ class Pipeline:
         mesh: Processes,
         model: nn.Module,
         tensors: Named,
-        split: Sequence[int] | None = None,
+        slices: Slices | None = None,
     ) -> None:
-        self.mesh, self.model = mesh, model
+        self.mesh, self.model, self._slices = mesh, model, slices
         self.schedule: Schedule = mesh.plan.schedule
         self.group = mesh.group("pipeline")
         self.place = mesh.plan.place(mesh.rank).pipeline
         self.stack, modules = stack_of(model)
         self.blocks = Blocks(list(modules))
-        bounds = self._bounds(split)
+        bounds = self._bounds()
         self.stages = len(bounds)
         every = [Chunk(n, self.stages, *bound) for n, bound in enumerate(bounds)]
         self.chunks = every[self.place :: mesh.plan.pipeline]
-        self._flows = [self._trains_before(chunk, tensors) for chunk in every]
+        self._flows = [not c.begins and flows_into(model, c.first, tensors) for c in every]
+        if tensors:
+            self._refuse_still()
         self._own = [held_names(model, self.stack, self.blocks, chunk) for chunk in self.chunks]
         self.names = set[str]().union(*self._own)
+        self._looks_up = {
+            chunk: slices is None or reads_embedding(model, self.blocks, chunk)
+            for chunk in self.chunks
+        }
         self._shared = self._meet(tensors)
         release(model, self.names)
         self._running: Running | None = None
         self._made: dict[tuple[Any, ...], Any] = {}
 
-    def _bounds(self, split: Sequence[int] | None) -> list[tuple[int, int]]:
-        """First block of each stage, and the one behind its last; the same in every process."""
-        count, processes = len(self.blocks.blocks), self.mesh.plan.pipeline
-        if split is None:
-            config: Any = self.model.config
-            begins = Chunk(0, 1, 0, count)
-            tokens = min(TIMED_TOKENS, positions(self.model) or TIMED_TOKENS)
-            costs = measured(
-                self.blocks.blocks,
-                config,
-                lambda: result_of(self.model, self.blocks, begins, tokens - front_of(self.model)),
-            )
-            # Each took its own times; the sum of them is one for all.
-            told = [sum(each) for each in zip(*self.mesh.gathered(costs), strict=True)]
-            return stretches(told, processes * CHUNKS[self.schedule])
-        if sum(split) != count or len(split) % processes:
+    def _refuse_still(self) -> None:
+        """Raises where torch's split backward pass would give what trains in a stage no gradient."""
+        still = [stage for stage, flows in enumerate(self._flows) if stage and not flows]
+        if self.mesh.plan.splits_backward and still:
             raise ConfigError(
-                "parallel.split does not share out this model's blocks",
-                got=f"{', '.join(map(str, split))}: {sum(split)} blocks in {len(split)} stages",
-                wanted=f"{count} blocks in {processes} stages, or in a multiple of that",
+                "parallel.schedule=zero_bubble needs something that trains before each border of stages: it splits a "
+                "backward pass at the gradient of what enters a stage, and none flows there",
+                got=f"nothing trains before stage {still[-1]} of {self.stages}",
+                cure="set parallel.schedule to 1f1b, or train something in the first stage too",
             )
-        ends = [sum(split[: stage + 1]) for stage in range(len(split))]
-        return [(end - size, end) for size, end in zip(split, ends, strict=True)]
 
-    def _trains_before(self, chunk: Chunk, tensors: Named) -> bool:
-        """Whether gradients flow into what enters a stage."""
-        numbers = [in_block(name, self.stack) for name in tensors]
-        return not chunk.begins and any(n is None or n < chunk.first for n in numbers)
+    def _bounds(self) -> list[tuple[int, int]]:
+        """First block of each stage, and the one behind its last; the same in every process."""
+        return bounds_of(self.mesh.plan, len(self.blocks.blocks), self._costs)
+
+    def _costs(self) -> list[float]:
+        """Of each block, by all processes together."""
+        config: Any = self.model.config
+        begins = Chunk(0, 1, 0, len(self.blocks.blocks))
+        tokens = min(TIMED_TOKENS, positions(self.model) or TIMED_TOKENS)
+        costs = measured(
+            self.blocks.blocks,
+            config,
+            lambda: result_of(self.model, self.blocks, begins, tokens - front_of(self.model)),
+        )
+        # Each took its own times; the sum of them is one for all.
+        return [sum(each) for each in zip(*self.mesh.gathered(costs), strict=True)]
 
     def _meet(self, tensors: Named) -> list[tuple[set[str], dist.ProcessGroup]]:
         """Which tensors that train are held by several processes of the pipeline, and the group of those.
@@ -256,9 +269,10 @@ class Pipeline:
     def _refuse_other(self, count: int, border: Border) -> None:
         """Raises where a stage would wait for what no other sends; a message of another shape is not seen by itself."""
         mine = torch.tensor([count, *border.shape], device=self.mesh.device)
-        least, most = mine.clone(), mine.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        # The largest is the least of what lies on the other side of 0: one message for both.
+        both = torch.cat([mine, -mine])
+        dist.all_reduce(both, dist.ReduceOp.MIN, group=self.group)
+        least, most = both[: len(mine)], -both[len(mine) :]
         if not torch.equal(least, most):
             raise RunError(
                 "the processes of a pipeline have different micro-batches",
@@ -278,7 +292,7 @@ class Pipeline:
 
             return run
 
-        with torch.no_grad(), instead({block: stop}):
+        with torch.no_grad(), instead({block: stop}), self._looking_up(False):
             try:
                 micro.loss(batch)
             except Left as left:
@@ -333,7 +347,8 @@ class Pipeline:
         torch.manual_seed(
             seed_of(micro.seed, f"stage {chunk.number}") if chunk.number else micro.seed
         )
-        with self.blocks.only(chunk, None if received is None else lambda given: received):
+        entering = None if received is None else lambda given: received
+        with self.blocks.only(chunk, entering), self._looking_up(self._looks_up[chunk]):
             try:
                 return micro.loss(batch)
             except Left as left:
@@ -345,6 +360,10 @@ class Pipeline:
                 wanted=f"{border.shape}, {border.dtype}",
             )
         return hidden_BTD.contiguous()
+
+    def _looking_up(self, used: bool) -> AbstractContextManager[None]:
+        """Inside the block a tensor group does not tell each other what tokens' rows are, if nobody uses that."""
+        return nullcontext() if used or self._slices is None else self._slices.silent()
 
     def _of_nothing(self, chunk: Chunk, border: Border, received: Tensor | None) -> Tensor:
         """What an empty micro-batch comes to: zeros, which hang on what came in."""

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from afina.errors import ConfigError
+from afina.parallel.bubbles import chunks_of
 from afina.parallel.pipeline_stage import hidden_of
+from afina.parallel.plan import Plan
 from afina.seams.calls import Call, instead
 
 REPEATS = 3
@@ -65,6 +67,31 @@ def stretches(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
         best = found
     ends = best[count][2]
     return list(zip((0, *ends), ends, strict=False))
+
+
+def bounds_of(
+    plan: Plan, count: int, costs: Callable[[], Sequence[float]] | None = None
+) -> list[tuple[int, int]]:
+    """First block of each stage of a pipeline, and the one behind its last.
+
+    Args:
+        plan: of the run, which may say how blocks are split.
+        count: blocks.
+        costs: what they cost, if it does not; by default they are alike.
+
+    Raises:
+        ConfigError: more stages than blocks, or a split into other blocks than there are.
+    """
+    if not plan.split:
+        return stretches(costs() if costs else [1.0] * count, plan.pipeline * chunks_of(plan))
+    if sum(plan.split) != count:
+        raise ConfigError(
+            "parallel.split does not share out this model's blocks",
+            got=f"{', '.join(map(str, plan.split))}: {sum(plan.split)} blocks in {len(plan.split)} stages",
+            wanted=f"{count} blocks in {plan.pipeline} stages, or in a multiple of that",
+        )
+    ends = [sum(plan.split[: stage + 1]) for stage in range(len(plan.split))]
+    return [(end - size, end) for size, end in zip(plan.split, ends, strict=True)]
 
 
 def kinds(blocks: Sequence[nn.Module], config: Any) -> list[int]:

@@ -11,7 +11,7 @@ place of it: nan, so that whatever used it all the same would show in the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,29 @@ def in_block(name: str, stack: str) -> int | None:
     return int(name[len(stack) + 1 :].split(".", 1)[0])
 
 
+def flows_into(model: nn.Module, block: int, tensors: Mapping[str, nn.Parameter]) -> bool:
+    """Whether a gradient flows into what enters a block: something that trains acts before it.
+
+    Args:
+        model: of the one stack.
+        block: its number.
+        tensors: that train, by name.
+    """
+    stack, _ = stack_of(model)
+    depths = seams.Depths(model)
+    # A tied weight is the head's as well, and counts as standing behind.
+    embedding = {id(p) for p in model.get_submodule(seams.input_embedding(model)).parameters()}
+    for name, parameter in tensors.items():
+        number = in_block(name, stack)
+        if number is None:
+            before = depths.of(name) != "behind" or id(parameter) in embedding
+        else:
+            before = number < block
+        if before:
+            return True
+    return False
+
+
 def held_names(model: nn.Module, stack: str, blocks: Blocks, chunk: Chunk) -> set[str]:
     """Names of the parameters that a stretch needs, all of a tensor that has several.
 
@@ -100,6 +123,29 @@ def needed(
         for name, parameter in plain.items():
             parameter.requires_grad_(before[name])
     return found
+
+
+def reads_embedding(model: nn.Module, blocks: Blocks, chunk: Chunk) -> bool:
+    """Whether what a stretch computes depends on what the model looks up for tokens; its first one's does."""
+    if chunk.begins:
+        return True
+    found: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        found.append(output.detach().requires_grad_())
+        return found[-1]
+
+    # First of all, for what puts parts together wants to be the last.
+    hook = model.get_submodule(seams.input_embedding(model)).register_forward_hook(
+        note, prepend=True
+    )
+    try:
+        result = result_of(model, blocks, chunk)
+    finally:
+        hook.remove()
+    if not found or not result.requires_grad:
+        return False
+    return any(g is not None for g in torch.autograd.grad(result, found, allow_unused=True))
 
 
 def result_of(model: nn.Module, blocks: Blocks, chunk: Chunk, tokens: int = 5) -> Tensor:

@@ -36,6 +36,7 @@ class Plan:
         zero: what is shared out: 0 nothing, 1 the optimiser's state, 2 also gradients, 3 also weights.
         schedule: of the pipeline.
         offload: what zero=3 shares out lies in the CPU.
+        split: blocks of each stage of the pipeline; () shares them out evenly.
     """
 
     pipeline: int = 1
@@ -45,6 +46,7 @@ class Plan:
     zero: int = 0
     schedule: Schedule = "1f1b"
     offload: bool = False
+    split: tuple[int, ...] = ()
 
     @property
     def data(self) -> int:
@@ -146,6 +148,7 @@ def plan_of(settings: ParallelSettings, processes: int) -> Plan:
         settings.zero,
         settings.schedule,
         settings.offload,
+        settings.split or (),
     )
 
 

@@ -17,21 +17,15 @@ Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3 and figure 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
 
-from afina import seams
-from afina.parallel.bubbles import CHUNKS
-from afina.parallel.pipeline_balance import stretches
-from afina.parallel.pipeline_cut import in_block, stack_of
 from afina.parallel.plan import Plan
+from afina.parallel.portion import Portion
 from afina.parallel.runtime import Named
 from afina.parallel.shares import span
-from afina.parallel.tensor_place import Which, placed
-from afina.parallel.tensor_plan import ways_of
 from afina.parallel.traffic import unit_tensors
 
 FULL = 4
@@ -116,80 +110,27 @@ def predicted(plan: Plan, model: nn.Module, tensors: Named, values: int, rank: i
     Raises:
         ConfigError: the model cannot be shared out so.
     """
-    place = plan.place(rank)
-    shapes = shapes_of(plan, model, rank)
+    portion = Portion(plan, rank, model, tensors)
     weights = gradients = state = 0
-    for name, parameter in model.named_parameters():
-        shape = shapes.get(name)
-        if shape is None:
-            continue
-        size = parameter.element_size()
-        whole = math.prod(shape)
+    for name, parameter in portion.held.items():
+        size, whole, shape = parameter.element_size(), parameter.numel(), parameter.shape
         part = whole
         if shape and plan.shard > 1:
-            first, end = span(shape[0], plan.shard, place.shard)
+            first, end = span(shape[0], plan.shard, portion.place.shard)
             part = (end - first) * math.prod(shape[1:])
         weights += size * (part if plan.zero == 3 else whole)
         if name in tensors:
             gradients += size * (part if plan.zero >= 2 else whole)
             state += state_bytes(size, values) * (part if plan.zero >= 1 else whole)
-    return Amount(weights, gradients, state, _gathered(plan, model, tensors, shapes))
+    return Amount(weights, gradients, state, _gathered(portion))
 
 
-def shapes_of(plan: Plan, model: nn.Module, rank: int) -> dict[str, tuple[int, ...]]:
-    """The shape that each tensor of a process has, before processes with other rows share it out."""
-    place = plan.place(rank)
-    found = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    if plan.tensor > 1:
-        which = Which(place.tensor, plan.tensor)
-        pieces = placed(model, ways_of(model, plan.tensor), which).pieces
-        cut = {n: tuple(end - first for first, end in piece.box) for n, piece in pieces.items()}
-        found |= {n: shape for n, shape in cut.items() if n in found}
-    if plan.pipeline > 1:
-        here = names_of(plan, model, place.pipeline)
-        found = {name: shape for name, shape in found.items() if name in here}
-    return found
-
-
-def names_of(plan: Plan, model: nn.Module, place: int) -> set[str]:
-    """The parameters that one process of a pipeline holds, where blocks are alike.
-
-    What lies before the blocks is of the first stage, what lies behind them of the last, a tied embedding of both, and
-    what belongs to neither of all. (A run asks the model itself, which takes weights; see `pipeline_cut`.)
-
-    Args:
-        plan: of the run.
-        model: on any device.
-        place: of the process in its pipeline.
-    """
-    stack, modules = stack_of(model)
-    stages = plan.pipeline * CHUNKS[plan.schedule]
-    bounds = stretches([1.0] * len(modules), stages)[place :: plan.pipeline]
-    first, last = place == 0, place == plan.pipeline - 1
-    depths, tied = seams.Depths(model), seams.head(model).tied
-    embedding = f"{seams.input_embedding(model)}.weight"
-    found: set[str] = set()
-    for name, _ in model.named_parameters():
-        number = in_block(name, stack)
-        if number is not None:
-            held = any(begin <= number < end for begin, end in bounds)
-        elif tied and name == embedding:
-            held = first or last
-        else:
-            held = {"before": first, "behind": last}.get(str(depths.of(name)), True)
-        if held:
-            found.add(name)
-    return found
-
-
-def _gathered(
-    plan: Plan, model: nn.Module, tensors: Named, shapes: Mapping[str, tuple[int, ...]]
-) -> int:
-    if plan.zero < 3 or plan.shard == 1:
+def _gathered(portion: Portion) -> int:
+    if portion.plan.zero < 3 or portion.plan.shard == 1:
         return 0
     units = {
-        name: sum(math.prod(shapes[n]) * p.element_size() for n, p in own.items() if n in shapes)
-        for name, own in unit_tensors(model, tensors).items()
+        name: sum(p.numel() * p.element_size() for p in own.values())
+        for name, own in unit_tensors(portion).items()
     }
     outside = units.pop("", 0)
     return outside + sum(sorted(units.values())[-AT_ONCE:])

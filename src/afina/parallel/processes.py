@@ -91,7 +91,6 @@ class Processes:
         self._watch: Watch | None = None
         self._held: Held = Copies()
         self._places: dict[str, Piece] = {}
-        self._split = settings.split
         self._pipeline: Pipeline | None = None
         self._slices: Slices | None = None
 
@@ -161,7 +160,7 @@ class Processes:
         if self.plan.tensor > 1:
             self._slices = Slices(self.group("tensor"), model, tensors)
         if self.plan.pipeline > 1:
-            self._pipeline = Pipeline(self, model, tensors, self._split)
+            self._pipeline = Pipeline(self, model, tensors, self._slices)
         tensors = self._mine(tensors)
         self._places = placed(model, self.holds)
         # Only what is shared out by torch is so before it has values.
@@ -289,6 +288,8 @@ class Processes:
     def _all(
         self, value: float, kind: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
     ) -> float:
+        if group is not None and group.size() == 1:
+            return value
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, kind, group=group)
         return float(found)

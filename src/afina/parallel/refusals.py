@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from afina.errors import ConfigError
-from afina.parallel.bubbles import CHUNKS
+from afina.parallel.bubbles import chunks_of
 from afina.parallel.plan import Plan
 from afina.parallel.tensor_sizes import counts_of, sizes
 
@@ -79,7 +79,7 @@ class Refusal(NamedTuple):
 
 def chunks(plan: Plan) -> int:
     """Stages of each process of a pipeline."""
-    return CHUNKS[plan.schedule] if plan.pipeline > 1 else 1
+    return chunks_of(plan) if plan.pipeline > 1 else 1
 
 
 def _pipelines(plan: Plan, facts: Facts) -> list[int]:

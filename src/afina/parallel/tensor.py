@@ -23,7 +23,8 @@ Source: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -83,7 +84,7 @@ class Slices:
         self.placed = placed(model, ways, self.parts.which)
         before = _answer(model)
         _take(model, self.placed, self.parts)
-        _hook(model, ways, self.parts)
+        self._looks = _hook(model, ways, self.parts)
         if before is not None:
             _refuse_other(model, before)
         self._copies = Copies(group)
@@ -108,6 +109,17 @@ class Slices:
         if self._compared < COMPARED_STEPS:
             self._compared += 1
             self._compare({name: own[name] for name in self._whole if name in own})
+
+    @contextmanager
+    def silent(self) -> Generator[None, None, None]:
+        """Inside the block nobody uses what the embedding looks up, and its parts are not put together."""
+        for looks in self._looks:
+            looks.silent = True
+        try:
+            yield
+        finally:
+            for looks in self._looks:
+                looks.silent = False
 
     def _compare(self, own: Named) -> None:
         sizes = [0.0 if p.grad is None else float(p.grad.double().norm()) for p in own.values()]
@@ -150,8 +162,9 @@ def _take(model: nn.Module, found: Placed, parts: Parts) -> None:
         delta.shared_out(share.with_total(parts.leave))
 
 
-def _hook(model: nn.Module, ways: Mapping[str, Way], parts: Parts) -> None:
-    """What enters and leaves each module goes by its way."""
+def _hook(model: nn.Module, ways: Mapping[str, Way], parts: Parts) -> list[Looks]:
+    """What enters and leaves each module goes by its way; how embeddings do."""
+    found: list[Looks] = []
     together: dict[str, int] = {}
     for name, way in ways.items():
         if CUT.get(way, ("", 0))[0] == "out":
@@ -176,6 +189,7 @@ def _hook(model: nn.Module, ways: Mapping[str, Way], parts: Parts) -> None:
             module.register_forward_hook(Behind(parts.join))
         if way == "vocabulary":
             looks = Looks(parts, piece_of(module.weight).shape[0])
+            found.append(looks)
             _shift_padding(module, looks)
             module.register_forward_pre_hook(looks, prepend=True)
             module.register_forward_hook(Behind(looks.found))
@@ -186,6 +200,7 @@ def _hook(model: nn.Module, ways: Mapping[str, Way], parts: Parts) -> None:
             # Of the parts of a sum the first has the bias.
             module.forward = MethodType(without_bias, module)
             setattr(module, ELSEWHERE, True)
+    return found
 
 
 def _shift_padding(module: Any, looks: Looks) -> None:

@@ -15,125 +15,155 @@ Source: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from afina import seams
 from afina.ops.loss import PIECE_BYTES
-from afina.parallel.copies import BUCKET_BYTES, buckets
-from afina.parallel.plan import Plan
+from afina.parallel.copies import BUCKET_BYTES
+from afina.parallel.portion import Portion
 from afina.parallel.runtime import Named
-from afina.parallel.shares import span
-from afina.parallel.tensor_place import CUT, Which, placed
-from afina.parallel.tensor_plan import Way, ways_of
-from afina.parallel.traffic import FLAG, NUMBER, Message
+from afina.parallel.tensor_place import CUT
+from afina.parallel.tensor_plan import Way
+from afina.parallel.traffic import Kind, Message, summed
 
 ROUTED = 4
 """Bytes of fp32, at least, in which routers and losses are computed."""
 
 
+class Pass(NamedTuple):
+    """A micro-batch.
+
+    Attributes:
+        tokens: padding with them.
+        labels: trained tokens.
+    """
+
+    tokens: int
+    labels: int
+
+
 def tensor_traffic(
-    plan: Plan,
-    model: nn.Module,
-    tensors: Named,
-    tokens: int,
-    rounds: int = 1,
+    portion: Portion,
+    passes: Sequence[Pass],
     *,
-    labels: int | None = None,
     recompute: bool = False,
     most_bytes: int = BUCKET_BYTES,
 ) -> list[Message]:
     """The messages of one process with those that share its matrices, in one step after the first two.
 
     Args:
-        plan: of the run, without a pipeline.
-        model: its shapes and types alone are asked for; it may lie on the meta device, and is not shared out yet.
-        tensors: that train, by name.
-        tokens: of a pass, padding with them.
-        rounds: passes of each process.
-        labels: trained tokens of a pass; None is all of them.
+        portion: what the process holds: of a pipeline's, its own blocks speak, and the ends that it has.
+        passes: of the process.
         recompute: blocks run again in backward; torch ends there before the last sum of a block, whose result is not
-            kept (where a norm comes behind it, it is, and is made once more than said).
+            kept (where a norm comes behind it, it is, and is made once more than said; where a schedule splits the
+            backward pass, blocks run again in both halves, and say more than is said here).
         most_bytes: of a bucket.
     """
-    if plan.tensor == 1:
+    parts = portion.plan.tensor
+    if parts == 1:
         return []
-    ways = ways_of(model, plan.tensor)
-    labels = tokens if labels is None else labels
-    found = list(_forward(model, ways, tokens, rounds, recompute=recompute))
-    found += _backward(model, ways, tensors, tokens, rounds)
-    found += _loss(plan, model, ways, tensors, (tokens, labels, rounds))
-    found += _partial(plan, model, ways, tensors, most_bytes)
-    # Beside stages that share the optimiser's state out it is told of there (`traffic.told`).
-    if not (plan.zero and plan.shard > 1):
-        found.append(Message("all_reduce", NUMBER, "norm"))
-    return found
+    said, found = _Said(portion), list[Message]()
+    for one, times in Counter(passes).items():
+        each = [
+            *said.forward(one.tokens, recompute=recompute),
+            *said.backward(one.tokens),
+            *said.loss(one),
+        ]
+        found += [Message(kind, size, of, parts, times * many) for kind, size, of, many in each]
+    partial = [name for name in portion.trains if name in portion.placed.partial]
+    mine = portion.pieces(partial)
+    return [*found, *summed(mine, len(partial), parts, "gradients in parts", most_bytes)]
 
 
-def _forward(
-    model: nn.Module, ways: Mapping[str, Way], tokens: int, rounds: int, *, recompute: bool
-) -> Iterator[Message]:
-    """Forward: what leaves a map."""
-    blocks = tuple(f"{block.name}." for block in seams.blocks(model))
-    leaving = [n for n, w in ways.items() if w in ("rows", "rows_split", "experts")]
-    # The feed-forward's, which comes last whatever the order of names is.
-    ends = {b: [n for n in leaving if n.startswith(b) and not _attends(model, n)] for b in blocks}
-    last = {names[-1] for names in ends.values() if names}
-    for name, way in ways.items():
-        again = recompute and name.startswith(blocks) and name not in last
-        times = rounds * (2 if again else 1)
-        module: Any = model.get_submodule(name)
-        if way in ("rows", "rows_split", "columns_joined"):
-            weight = module.weight
-            size = tokens * weight.shape[0] * weight.element_size()
-            kind = "all_gather" if way == "columns_joined" else "all_reduce"
-            yield Message(kind, size, f"behind {name}", times)
-        if way == "experts":
-            yield Message("all_reduce", tokens * _width(module), f"behind {name}", times)
-        if way == "vocabulary":
-            size = tokens * module.weight.shape[1] * module.weight.element_size()
-            yield Message("all_reduce", size, f"behind {name}", times)
+Line = tuple[Kind, int, str, int]
+"""Kind, bytes, what it is about, and how often in a pass."""
 
 
-def _loss(
-    plan: Plan,
-    model: nn.Module,
-    ways: Mapping[str, Way],
-    tensors: Named,
-    counts: tuple[int, int, int],
-) -> Iterator[Message]:
-    """The loss where the head is shared out; beside an adapter at the head logits are put together."""
-    tokens, labels, rounds = counts
-    name = next((name for name, way in ways.items() if way == "head"), None)
-    if name is None:
-        return
-    module = model.get_submodule(name)
-    weight = module.get_parameter("weight")
-    vocabulary, width = weight.shape
-    trains = any(p is weight or n.startswith(f"{name}.") for n, p in tensors.items())
-    if any(p is not weight and not n.startswith(f"{name}.") for n, p in tensors.items()):
-        seen = tokens if list(module.children()) else labels
-        size = seen * width * weight.element_size()
-        yield Message("all_reduce", size, f"what enters {name}", rounds)
-    if list(module.children()):
-        size = tokens * vocabulary * weight.element_size()
-        yield Message("all_gather", size, f"behind {name}", rounds)
-        return
-    wide = max(weight.element_size(), ROUTED)
-    most = max(1, PIECE_BYTES // (vocabulary // plan.tensor * wide))
-    each = -(-labels // -(-labels // most)) if labels else 1
-    # A head that trains computes its pieces again in backward.
-    times = rounds * (2 if trains else 1)
-    for start in range(0, labels, each):
-        part = min(each, labels - start)
-        yield Message("all_reduce", part * wide, "the largest logit of each label", times)
-        yield Message("all_reduce", 2 * part * wide, "softmax of each label", times)
+class _Said:
+    """What the modules of one process say in a pass."""
 
+    def __init__(self, portion: Portion) -> None:
+        self._portion, self._model = portion, portion.model
+        self._ways: dict[str, Way] = {n: way for n, way in portion.ways.items() if portion.runs(n)}
+        self._attention = tuple(f"{name}." for name in seams.attention_modules(self._model))
+        self._flows = _Flows(self._model, portion.ways, portion.tensors)
 
-def _attends(model: nn.Module, name: str) -> bool:
-    return any(name.startswith(f"{owner}.") for owner in seams.attention_modules(model))
+    def forward(self, tokens: int, *, recompute: bool) -> Iterator[Line]:
+        """What leaves a map."""
+        blocks = tuple(f"{block.name}." for block in seams.blocks(self._model))
+        leaving = [n for n, w in self._ways.items() if w in ("rows", "rows_split", "experts")]
+        # The feed-forward's, which comes last whatever the order of names is.
+        feeds = [n for n in leaving if not n.startswith(self._attention)]
+        ends = {b: [n for n in feeds if n.startswith(b)] for b in blocks}
+        last = {names[-1] for names in ends.values() if names}
+        for name, way in self._ways.items():
+            again = recompute and name.startswith(blocks) and name not in last
+            times = 2 if again else 1
+            module: Any = self._model.get_submodule(name)
+            if way in ("rows", "rows_split", "columns_joined"):
+                weight = module.weight
+                size = tokens * weight.shape[0] * weight.element_size()
+                kind = "all_gather" if way == "columns_joined" else "all_reduce"
+                yield kind, size, f"behind {name}", times
+            if way == "experts":
+                yield "all_reduce", tokens * _width(module), f"behind {name}", times
+            if way == "vocabulary":
+                size = tokens * module.weight.shape[1] * module.weight.element_size()
+                yield "all_reduce", size, f"behind {name}", times
+
+    def loss(self, one: Pass) -> Iterator[Line]:
+        """The loss where the head is shared out; beside an adapter at the head logits are put together."""
+        name = next((name for name, way in self._ways.items() if way == "head"), None)
+        if name is None:
+            return
+        module, tensors = self._model.get_submodule(name), self._portion.tensors
+        weight = module.get_parameter("weight")
+        vocabulary, width = weight.shape
+        trains = any(p is weight or n.startswith(f"{name}.") for n, p in tensors.items())
+        if any(p is not weight and not n.startswith(f"{name}.") for n, p in tensors.items()):
+            seen = one.tokens if list(module.children()) else one.labels
+            yield "all_reduce", seen * width * weight.element_size(), f"what enters {name}", 1
+        if list(module.children()):
+            size = one.tokens * vocabulary * weight.element_size()
+            yield "all_gather", size, f"behind {name}", 1
+            return
+        wide = max(weight.element_size(), ROUTED)
+        most = max(1, PIECE_BYTES // (vocabulary // self._portion.plan.tensor * wide))
+        each = -(-one.labels // -(-one.labels // most)) if one.labels else 1
+        # A head that trains computes its pieces again in backward; where that is split, in both halves.
+        again = 2 if self._portion.plan.splits_backward else 1
+        times = 1 + again if trains else 1
+        for start in range(0, one.labels, each):
+            part = min(each, one.labels - start)
+            yield "all_reduce", part * wide, "the largest logit of each label", times
+            yield "all_reduce", 2 * part * wide, "softmax of each label", times
+
+    def backward(self, tokens: int) -> Iterator[Line]:
+        """The gradient of what enters, where one flows on."""
+        flows, config = self._flows, cast("Any", self._model).config
+        groups: dict[str, str] = {}
+        for name, way in self._ways.items():
+            if way != "head" and CUT.get(way, ("", 0))[0] == "out":
+                groups.setdefault(name.rpartition(".")[0], name)
+        for parent, name in groups.items():
+            if flows.into(name):
+                weight = self._model.get_submodule(name).get_parameter("weight")
+                size = tokens * weight.shape[1] * weight.element_size()
+                yield "all_reduce", size, f"what enters {parent}", 1
+        for name, way in self._ways.items():
+            module: Any = self._model.get_submodule(name)
+            if way == "rows_split" and flows.into(name):
+                size = tokens * module.weight.shape[1] * module.weight.element_size()
+                yield "all_gather", size, f"what enters {name}", 1
+            if way == "experts" and flows.into(name):
+                yield "all_reduce", tokens * _width(module), f"what enters {name}", 1
+                chosen = int(config.get_text_config().num_experts_per_tok)
+                size = tokens * chosen * ROUTED
+                yield "all_reduce", size, f"how much experts of {name} count", 1
 
 
 def _width(module: nn.Module) -> int:
@@ -141,32 +171,6 @@ def _width(module: nn.Module) -> int:
     down = module.get_parameter("down_proj")
     side = 2 if getattr(module, "is_transposed", False) else 1
     return down.shape[side] * down.element_size()
-
-
-def _backward(
-    model: nn.Module, ways: Mapping[str, Way], tensors: Named, tokens: int, times: int
-) -> Iterator[Message]:
-    """Backward: the gradient of what enters, where one flows on."""
-    flows, config = _Flows(model, ways, tensors), cast("Any", model).config
-    groups: dict[str, str] = {}
-    for name, way in ways.items():
-        if way != "head" and CUT.get(way, ("", 0))[0] == "out":
-            groups.setdefault(name.rpartition(".")[0], name)
-    for parent, name in groups.items():
-        if flows.into(name):
-            weight = model.get_submodule(name).get_parameter("weight")
-            size = tokens * weight.shape[1] * weight.element_size()
-            yield Message("all_reduce", size, f"what enters {parent}", times)
-    for name, way in ways.items():
-        module: Any = model.get_submodule(name)
-        if way == "rows_split" and flows.into(name):
-            size = tokens * module.weight.shape[1] * module.weight.element_size()
-            yield Message("all_gather", size, f"what enters {name}", times)
-        if way == "experts" and flows.into(name):
-            yield Message("all_reduce", tokens * _width(module), f"what enters {name}", times)
-            chosen = int(config.get_text_config().num_experts_per_tok)
-            size = tokens * chosen * ROUTED
-            yield Message("all_reduce", size, f"how much experts of {name} count", times)
 
 
 class _Flows:
@@ -200,25 +204,3 @@ class _Flows:
     def into(self, name: str) -> bool:
         """Whether one flows into the module of this name."""
         return self._lowest < self._order(name)
-
-
-def _partial(
-    plan: Plan,
-    model: nn.Module,
-    ways: Mapping[str, Way],
-    tensors: Named,
-    most_bytes: int,
-) -> list[Message]:
-    """Once a step: gradients of which each process has a part."""
-    partial = placed(model, ways, Which(0, plan.tensor)).partial
-    mine = [p for name, p in tensors.items() if name in partial]
-    if not mine:
-        return []
-    if plan.zero and plan.shard > 1:
-        # Pieces of the first process; which are smaller at the end of a tensor is not told here.
-        mine = [p[: span(p.shape[0], plan.shard, 0)[1]] if p.dim() else p for p in mine]
-    sums = [
-        sum(p.numel() * p.element_size() for p in bucket) for bucket in buckets(mine, most_bytes)
-    ]
-    flags = Message("all_reduce", FLAG * len(mine), "who has gradients")
-    return [flags, *(Message("all_reduce", size, "gradients in parts") for size in sums)]

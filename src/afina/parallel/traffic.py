@@ -8,6 +8,9 @@ steps and find these.
     zero 2    reduce_scatter of it in each pass, one all_gather
     zero 3    in each pass: all_gather of every unit, again for blocks in backward; reduce_scatter of what trains
 
+"What trains" is the part that a process holds of it: its slices beside tensor groups, its stage's blocks in a pipeline.
+There passes follow each other as they like, so that weights are gathered once a step, and gradients summed once.
+
 A few messages of a number or two come to these in every step (`told`): sums of tokens and loss, the norm, who has
 gradients. At the first two steps the audit speaks as well.
 """
@@ -23,11 +26,12 @@ from torch import Tensor, nn
 from afina import seams
 from afina.parallel.copies import BUCKET_BYTES, buckets
 from afina.parallel.plan import Plan
+from afina.parallel.portion import Portion
 from afina.parallel.runtime import Named
 from afina.parallel.shares import span
 from afina.parallel.units import units_of
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "send", "receive"]
 
 NUMBER = 8
 """Bytes of a number that is told: a sum, a least, a norm."""
@@ -37,67 +41,77 @@ FLAG = 4
 
 
 class Message(NamedTuple):
-    """What processes say together.
+    """What processes say together, or one to another.
 
     Attributes:
-        kind: the collective.
+        kind: the collective, or send and receive.
         bytes: of the whole: of what is summed, scattered or put together.
         of: what it is about.
+        among: processes that take part.
         times: in a step.
     """
 
     kind: Kind
     bytes: int
     of: str
+    among: int
     times: int = 1
 
 
-def traffic(
-    plan: Plan,
-    model: nn.Module,
-    tensors: Named,
-    rounds: int = 1,
-    most_bytes: int = BUCKET_BYTES,
-) -> list[Message]:
+def traffic(portion: Portion, rounds: int = 1, most_bytes: int = BUCKET_BYTES) -> list[Message]:
     """The messages of one process with those that have other rows, in one step after the first two.
 
     Args:
-        plan: of the run, without tensor groups and pipeline.
-        model: its shapes and types alone are asked for; it may lie on the meta device, and is not shared out yet.
-        tensors: that train, by name.
+        portion: what the process holds.
         rounds: passes of each process.
         most_bytes: of a bucket.
     """
+    plan, trains = portion.plan, portion.trains
+    found = told(plan)
     if plan.data == 1:
-        return []
-    shares = plan.zero > 0 and plan.shard > 1
-    found = told(plan, shares=shares)
-    if not shares:
-        return [*found, *_copies(tensors, most_bytes)]
-    scalars = {n: p for n, p in tensors.items() if not p.dim()}
-    rest = {n: p for n, p in tensors.items() if p.dim()}
-    found += _copies(scalars, most_bytes)
+        return found
+    if not portion.shares_state:
+        return [*found, *summed(trains.values(), len(trains), plan.data, "gradients", most_bytes)]
+    scalars = [p for p in trains.values() if not p.dim()]
+    rest = {n: p for n, p in trains.items() if p.dim()}
+    found += summed(scalars, len(scalars), plan.data, "gradients", most_bytes)
     if plan.zero == 3:
-        return [*found, *_by_units(plan, model, rest, rounds, most_bytes)]
+        return [*found, *_by_units(portion, rest, rounds, most_bytes)]
     return [*found, *_by_buckets(plan, rest, rounds, most_bytes)]
 
 
-def told(plan: Plan, *, shares: bool) -> list[Message]:
+def told(plan: Plan) -> list[Message]:
     """Numbers: tokens, labels and loss; how many passes there are; the norm."""
-    found = [Message("all_reduce", NUMBER, "tokens, labels and loss", 3)]
-    if shares and plan.zero > 1:
-        found.append(Message("all_reduce", NUMBER, "passes"))
-    if shares:
-        found.append(Message("all_reduce", NUMBER, "norm"))
+    shares = plan.zero > 0 and plan.shard > 1
+    found: list[Message] = []
+    if plan.data > 1:
+        found.append(Message("all_reduce", NUMBER, "tokens, labels and loss", plan.data, 3))
+    if shares and plan.zero > 1 and plan.pipeline == 1:
+        found.append(Message("all_reduce", NUMBER, "passes", plan.processes))
+    if shares or plan.tensor > 1 or plan.pipeline > 1:
+        found.append(Message("all_reduce", NUMBER, "norm", plan.processes))
     return found
 
 
-def _copies(tensors: Named, most_bytes: int) -> list[Message]:
-    if not tensors:
+def summed(
+    tensors: Iterable[Tensor], flags: int, among: int, of: str, most_bytes: int = BUCKET_BYTES
+) -> list[Message]:
+    """The messages of `Copies.reduce`.
+
+    Args:
+        tensors: that are summed.
+        flags: how many tensors there are, empty ones with them.
+        among: processes.
+        of: what they are.
+        most_bytes: of a bucket.
+    """
+    if not flags or among == 1:
         return []
-    flags = Message("all_reduce", FLAG * len(tensors), "who has gradients")
-    sums = [_bytes(b) for b in buckets(tensors.values(), most_bytes)]
-    return [flags, *(Message("all_reduce", size, "gradients") for size in sums)]
+    sizes = [_bytes(bucket) for bucket in buckets(tensors, most_bytes)]
+    return [
+        Message("all_reduce", FLAG * flags, "who has gradients", among),
+        *(Message("all_reduce", size, of, among) for size in sizes if size),
+    ]
 
 
 def _by_buckets(plan: Plan, tensors: Named, rounds: int, most_bytes: int) -> list[Message]:
@@ -105,45 +119,49 @@ def _by_buckets(plan: Plan, tensors: Named, rounds: int, most_bytes: int) -> lis
         return []
     found: list[Message] = []
     together = buckets([*tensors.values()][::-1], most_bytes)
+    # A pipeline's passes are one round.
+    times = rounds if plan.zero == 2 and plan.pipeline == 1 else 1
     for bucket in together:
         size = plan.shard * _share(bucket, plan.shard)
-        times = rounds if plan.zero == 2 else 1
-        found.append(Message("reduce_scatter", size, "gradients", times))
+        found.append(Message("reduce_scatter", size, "gradients", plan.shard, times))
         if plan.replicate > 1:
-            found.append(Message("all_reduce", size // plan.shard, "gradients, over copies"))
-        found.append(Message("all_gather", size, "what trains"))
+            each = size // plan.shard
+            found.append(Message("all_reduce", each, "gradients, over copies", plan.replicate))
+        found.append(Message("all_gather", size, "what trains", plan.shard))
     flags = FLAG * (len(tensors) + len(together))
-    return [*found, Message("all_reduce", flags, "who has gradients")]
+    return [*found, Message("all_reduce", flags, "who has gradients", plan.data)]
 
 
-def _by_units(
-    plan: Plan, model: nn.Module, tensors: Named, rounds: int, most_bytes: int
-) -> list[Message]:
-    found: list[Message] = []
-    again = _gathered_again(model, tensors)
-    for name, own in unit_tensors(model, tensors).items():
+def _by_units(portion: Portion, tensors: Named, rounds: int, most_bytes: int) -> list[Message]:
+    plan, found = portion.plan, list[Message]()
+    alone = plan.pipeline == 1
+    again = _gathered_again(portion.model, tensors) if alone else set[str]()
+    rounds = rounds if alone else 1
+    for name, own in unit_tensors(portion).items():
         times = rounds * (2 if name in again else 1)
         size = plan.shard * _share(own.values(), plan.shard)
-        found.append(Message("all_gather", size, name or "what lies outside of blocks", times))
+        of = name or "what lies outside of blocks"
+        found.append(Message("all_gather", size, of, plan.shard, times))
         trains = [p for n, p in own.items() if n in tensors]
         if trains:
             size = plan.shard * _share(trains, plan.shard)
-            found.append(Message("reduce_scatter", size, f"gradients of {name or 'it'}", rounds))
+            of = f"gradients of {name or 'it'}"
+            found.append(Message("reduce_scatter", size, of, plan.shard, rounds))
     if plan.replicate > 1:
-        # Pieces of this process; which are smaller at the end of a tensor is not told here.
-        shares = [p[: span(p.shape[0], plan.shard, 0)[1]] for p in tensors.values()]
         found += [
-            Message("all_reduce", _bytes(bucket), "gradients, over copies")
-            for bucket in buckets(shares, most_bytes)
+            Message("all_reduce", size, "gradients, over copies", plan.replicate)
+            for bucket in buckets(portion.pieces(tensors), most_bytes)
+            if (size := _bytes(bucket))
         ]
     return found
 
 
-def unit_tensors(model: nn.Module, tensors: Named) -> dict[str, dict[str, nn.Parameter]]:
+def unit_tensors(portion: Portion) -> dict[str, dict[str, nn.Parameter]]:
     """The tensors that stage 3 gathers together, by the name of the unit; those outside of all under ""."""
-    found: dict[str, dict[str, nn.Parameter]] = {u.name: {} for u in units_of(model, tensors)}
+    units = units_of(portion.model, portion.trains)
+    found: dict[str, dict[str, nn.Parameter]] = {unit.name: {} for unit in units}
     found[""] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in portion.held.items():
         if parameter.dim():
             # The innermost: units inside of others come first.
             unit = next((u for u in found if u and name.startswith(f"{u}.")), "")
@@ -184,10 +202,16 @@ def counts(messages: Sequence[Message]) -> Mapping[Kind, int]:
     return found
 
 
-def sent(messages: Sequence[Message], parts: int) -> int:
-    """Bytes that one of so many processes sends in a step, by the least that a ring of them needs.
+def sent(messages: Iterable[Message]) -> int:
+    """Bytes that one process sends, by the least that a ring of those that take part needs.
 
-    An all_reduce of S bytes is a reduce_scatter and an all_gather, each (parts - 1) / parts of S.
+    An all_reduce of S bytes among n is a reduce_scatter and an all_gather, each (n - 1) / n of S.
     """
     ways = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
-    return sum(m.times * ways[m.kind] * m.bytes * (parts - 1) // parts for m in messages)
+    found = 0
+    for kind, size, _, among, times in messages:
+        if kind in ways:
+            found += times * (ways[kind] * size * (among - 1) // among)
+        elif kind == "send":
+            found += times * size
+    return found

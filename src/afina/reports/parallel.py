@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from afina.errors import ConfigError, sized
-from afina.parallel.bubbles import CHUNKS, micro_batches, table, waiting
+from afina.parallel.bubbles import chunks_of, micro_batches, table, waiting
 from afina.parallel.plan import Plan
-from afina.parallel.predict import Amount, predicted, shapes_of
+from afina.parallel.portion import Portion
+from afina.parallel.predict import Amount, predicted
 from afina.parallel.refusals import Facts, explained
-from afina.parallel.runtime import Named
-from afina.parallel.traffic import Message, counts, sent, traffic
+from afina.parallel.step_traffic import step_traffic
+from afina.parallel.tensor_traffic import Pass
+from afina.parallel.traffic import Message, counts, sent
 from afina.train.fit import refuse_several
 from afina.train.space import STATES
 from afina.tree import Edit
@@ -39,8 +40,8 @@ class Judged:
     Attributes:
         plan: it.
         amount: bytes of the process that holds most.
-        messages: of a step, with processes that have other rows.
-        inside: bytes that one process sends beside those, in a step: inside its tensor group and its pipeline.
+        messages: of a step, of the process that sends most.
+        speaker: that process's rank.
         waits: share of a step that a process of the pipeline waits.
         refused: why it cannot be; "" where it can.
     """
@@ -48,14 +49,24 @@ class Judged:
     plan: Plan
     amount: Amount | None = None
     messages: Sequence[Message] = ()
-    inside: int = 0
+    speaker: int = 0
     waits: float = 0.0
     refused: str = ""
 
     @property
     def sent(self) -> int:
-        """Bytes that one process sends in a step."""
-        return sent(self.messages, self.plan.data) + self.inside
+        """Bytes that that process sends in a step."""
+        return sent(self.messages)
+
+    def told(self) -> Iterator[str]:
+        """What it says, those of all blocks together, for people."""
+        lines: Counter[tuple[str, int, str, int]] = Counter()
+        for kind, size, of, among, times in self.messages:
+            lines[kind, size, re.sub(r"\b\d+\b", "*", of), among] += times
+        if lines:
+            yield f"what process {self.speaker}, which sends most, says and hears in a step:"
+        for (kind, size, of, among), times in lines.items():
+            yield f"{times:>7} x {kind:<14} of {sized(size):>9} among {among}: {of}"
 
 
 @dataclass(frozen=True)
@@ -83,11 +94,13 @@ class Table:
         return [
             f"{self.frozen:,} parameters are frozen, {self.trained:,} train",
             f"a step is {many} passes of {tokens:,} tokens a process",
-            "bytes of the process that holds most, without activations; what it sends in a step; how long it waits",
+            "bytes of the process that holds most, without activations; what the one that sends most sends in a step; "
+            "how long processes wait",
             "",
             head,
             *(self._line(row, wide) for row in self.rows if row.amount is not None),
             *(f"{row.plan}: refused: {row.refused}" for row in self.rows if row.refused),
+            *(("", *self.rows[0].told()) if len(self.rows) == 1 else ()),
             "",
             *self.advice(),
         ]
@@ -152,7 +165,7 @@ def _document(row: Judged) -> dict[str, Any]:
         "messages": [message._asdict() for message in row.messages],
         "collectives": dict(counts(row.messages)),
         "sent_bytes": row.sent,
-        "sent_inside_bytes": row.inside,
+        "sent_by": row.speaker,
         "waits": row.waits,
     }
 
@@ -188,18 +201,21 @@ def _judged(edit: Edit, plan: Plan, facts: Facts, settings: Any, passes: tuple[i
     except ConfigError as error:
         wanted = "" if error.wanted is None else f"; {error.wanted} would do"
         return Judged(plan, refused=f"{error.what} ({error.got}{wanted})")
-    # What a process says to those with other rows is of what it holds: without groups and stages, of the whole.
-    flat = replace(plan, pipeline=1, tensor=1)
-    alone = plan.tensor == plan.pipeline == 1
-    messages = traffic(flat, model, tensors, passes[0]) if alone else ()
-    most = max(amounts, key=lambda amount: amount.total)
-    beside = 0 if alone else rows_bytes(plan, model, tensors, passes[0])
+    many, tokens = passes
+    # Every token is taken to be trained: the most that a loss can say.
+    each = [Pass(tokens, tokens)] * many
+    again = settings.train.recompute is True
+    said = {
+        rank: step_traffic(Portion(plan, rank, model, tensors), each, recompute=again)
+        for rank in ranks
+    }
+    speaker = max(said, key=lambda rank: sent(said[rank]))
     return Judged(
         plan,
-        most,
-        messages,
-        inside_bytes(plan, facts, model, passes) + beside,
-        _waits(plan, passes[0]),
+        max(amounts, key=lambda amount: amount.total),
+        said[speaker],
+        speaker,
+        _waits(plan, many),
     )
 
 
@@ -217,35 +233,6 @@ def _waits(plan: Plan, passes: int) -> float:
     if plan.pipeline == 1:
         return 0.0
     many = micro_batches(plan.schedule, plan.pipeline, passes)
-    order = table(plan.schedule, plan.pipeline, many, CHUNKS[plan.schedule])
+    order = table(plan.schedule, plan.pipeline, many, chunks_of(plan))
     shares = waiting(order).shares
     return sum(shares) / len(shares)
-
-
-def rows_bytes(plan: Plan, model: nn.Module, tensors: Named, rounds: int) -> int:
-    """About what a process with a part of the model sends those with other rows, in a step."""
-    if plan.data == 1:
-        return 0
-    sizes = {n: p.element_size() for n, p in model.named_parameters()}
-    here = {n: math.prod(s) * sizes[n] for n, s in shapes_of(plan, model, 0).items()}
-    every, trained = sum(here.values()), sum(here[n] for n in tensors if n in here)
-    times = {
-        0: 2 * trained,
-        1: 2 * trained,
-        2: (rounds + 1) * trained,
-        3: rounds * (2 * every + trained),
-    }
-    return times[plan.zero] * (plan.data - 1) // plan.data
-
-
-def inside_bytes(plan: Plan, facts: Facts, model: Any, passes: tuple[int, int]) -> int:
-    """Bytes of states that one process sends in its tensor group and to its neighbour in the pipeline, in a step.
-
-    A tensor group sums states twice in a block, forward and backward: behind attention and behind the feed-forward. A
-    stage sends states forward and their gradients back.
-    """
-    many, tokens = passes
-    states = many * tokens * facts.width * next(model.parameters()).element_size()
-    blocks = -(-facts.layers // plan.pipeline)
-    sums = 2 * states * (plan.tensor - 1) // plan.tensor
-    return (4 * blocks * sums if plan.tensor > 1 else 0) + (states if plan.pipeline > 1 else 0)

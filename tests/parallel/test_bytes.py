@@ -1,22 +1,17 @@
-"""What processes say in a step, and what each holds, are what `parallel.traffic` and the formulas say."""
+"""What each process holds with ZeRO is what the formulas say, and gradients go within the backward pass."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from afina.config import ParallelSettings
 from afina.models.forward import packing
-from afina.parallel.plan import plan_of
 from afina.parallel.processes import Processes
 from afina.parallel.shares import span
-from afina.parallel.traffic import counts, traffic
 from afina.parallel.zero import Shards
 from afina.train.loop import loop
 from afina.train.work import Work
@@ -27,56 +22,7 @@ from tests.parallel.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-KEYS = {
-    "c10d::allreduce_": "all_reduce",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::_allgather_base_": "all_gather",
-}
 SETTINGS: tuple[ParallelSettings, ...] = tuple(ParallelSettings(zero=z) for z in (0, 1, 2, 3))
-CASES = (Case("lora", 2, rows=8, steps=3), Case("full", None, rows=8, steps=3))
-
-
-def counted(case: Case, settings: ParallelSettings) -> dict[str, int]:
-    """The collectives of the third step, when the audit is over."""
-    mesh = Processes(settings)
-    edit = edited(case)
-    work = work_of(case, mesh, edit)
-    with packing(edit.model, True):
-        steps = loop(work, iter(windows(case)))
-        list(islice(steps, 2))
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            next(steps)
-    # The events themselves, for putting thousands of others in order takes a second.
-    events: Any = seen.profiler
-    names = [event.name() for event in events.kineto_results.events()]
-    return dict(Counter(KEYS[name] for name in names if name.startswith("c10d::")))
-
-
-def all_counted(
-    cases: tuple[Case, ...], settings: tuple[ParallelSettings, ...]
-) -> list[dict[str, int]]:
-    return [counted(case, one) for one in settings for case in cases]
-
-
-@pytest.mark.parametrize(("processes", "replicate"), [(2, 1), (4, 2)])
-def test_collectives_are_those_of_the_table(pool: Pool, processes: int, replicate: int) -> None:
-    settings = tuple(
-        ParallelSettings(zero=one.zero, replicate=replicate if one.zero else 1) for one in SETTINGS
-    )
-    found = pool.run(processes, all_counted, CASES, settings)
-    wanted = [stated(case, one, processes) for one in settings for case in CASES]
-    assert found == [wanted] * processes
-
-
-def stated(case: Case, settings: ParallelSettings, processes: int) -> dict[str, int]:
-    """What the table says; a window has two micro-batches of each process, or one."""
-    edit = edited(case)
-    rounds = 1 if case.rows_each is None else -(-case.rows // processes // case.rows_each)
-    plan = plan_of(settings, processes)
-    messages = traffic(plan, edit.model, edit.trainable(), rounds)
-    return {str(kind): many for kind, many in counts(messages).items()}
-
-
 Bytes = dict[str, int]
 WIDE = 8
 """Bytes of a number in fp64."""
