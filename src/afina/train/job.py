@@ -360,7 +360,8 @@ class Job:
                         self.options.mesh,
                     ),
                 )
-                for line in of_rows(self.plan, passes, why):
+                whole = self.options.mesh.plan.pipeline == 1
+                for line in of_rows(self.plan, passes, why, whole=whole):
                     say.say(line)
                 tuning = Tuning(
                     self.edit, self.plan, passes, self.blocks, say, mesh=self.options.mesh

@@ -10,13 +10,14 @@ from afina.train.passes import Passes
 from afina.train.plan import Plan
 
 
-def of_rows(plan: Plan, passes: Passes, why: str | None) -> Iterator[str]:
+def of_rows(plan: Plan, passes: Passes, why: str | None, *, whole: bool = True) -> Iterator[str]:
     """Which rows are shown when, what they share in a step or why nothing, and how they go through the model.
 
     Args:
         plan: of the run.
         passes: of the run.
         why: rows do not share their beginnings though the settings say so.
+        whole: this process has the model's end, and so knows its head.
     """
     yield from plan.notes()
     if why:
@@ -28,5 +29,5 @@ def of_rows(plan: Plan, passes: Passes, why: str | None) -> Iterator[str]:
     if passes.packed:
         dtype = next(passes.model.parameters()).dtype
         yield f"attention by {attention.backend(passes.device, dtype)}"
-    if passes.head is None and seams.classifies(passes.model) is None:
+    if whole and passes.head is None and seams.classifies(passes.model) is None:
         yield "all logits of a micro-batch are made: the head is not a plain linear"
