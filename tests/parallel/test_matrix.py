@@ -6,16 +6,14 @@ with other rows beside tensor 2 and pipeline 2, eight of them run.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from afina.config import ParallelSettings
-from tests.parallel.parity import Case, Found, joined, run
+from tests.parallel.parity import Case
 from tests.parallel.pool import Pool
+from tests.parallel.tensor_kit import check_all, runs
 
 pytestmark = pytest.mark.dist
 
@@ -39,32 +37,9 @@ def processes_of(plan: dict[str, int]) -> int:
     return 4 if together == 4 and not plan["zero"] else 2 * together
 
 
-@functools.cache
-def alone(case: Case) -> Found:
-    """The same in this process."""
-    return run(case, None)
-
-
-def every(cases: Sequence[Case], settings: ParallelSettings) -> list[Found]:
-    """One after the other in this process, which is one of several."""
-    return [run(case, settings, more=True) for case in cases]
-
-
 @pytest.mark.parametrize("plan", PLANS, ids=name_of)
 def test_steps_are_those_of_one_process(pool: Pool, plan: dict[str, Any]) -> None:
     processes = processes_of(plan)
     # Of eight processes on two cores, half of the cases.
     cases = CASES if processes < 8 else CASES[1::2]
-    found = pool.run(processes, every, cases, ParallelSettings.model_validate(plan))
-    for case, ones in zip(cases, zip(*found, strict=True), strict=True):
-        expected = alone(case)
-        for kind in ("gradients", "values"):
-            wholes = joined([getattr(one, kind) for one in ones])
-            wanted: dict[str, torch.Tensor] = getattr(expected, kind)
-            assert wholes.keys() == wanted.keys()
-            for key, whole in wholes.items():
-                torch.testing.assert_close(whole, wanted[key], rtol=0, atol=1e-9)
-        for one in ones:
-            assert one.loss == pytest.approx(expected.loss, abs=1e-9)
-            assert one.norm == pytest.approx(expected.norm, rel=1e-9)
-            assert one.losses == pytest.approx(expected.losses, abs=1e-9)
+    check_all(cases, pool.run(processes, runs, cases, ParallelSettings.model_validate(plan)))
