@@ -21,3 +21,11 @@ def exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def cache_root() -> Path:
+    """The cache directory: $AFINA_CACHE, else $XDG_CACHE_HOME/afina, else ~/.cache/afina. It need not exist."""
+    if own := os.environ.get("AFINA_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "afina"

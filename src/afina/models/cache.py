@@ -19,6 +19,7 @@ from typing import Any
 from filelock import FileLock
 
 from ..errors import ModelError, nearest
+from ..places import cache_root
 
 MANIFEST = "afina.json"
 """The file that marks a complete entry and says where it came from."""
@@ -42,11 +43,8 @@ class Entry:
 
 
 def root() -> Path:
-    """The cache directory: $AFINA_CACHE, else $XDG_CACHE_HOME/afina, else ~/.cache/afina. It need not exist."""
-    if own := os.environ.get("AFINA_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "afina"
+    """The cache directory; see `places.cache_root`."""
+    return cache_root()
 
 
 def safe_name(name: str) -> str:
