@@ -6,9 +6,12 @@ B rows, T tokens, D width, H heads, R rank, E experts, V vocabulary, N trained p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 IGNORE = -100
@@ -108,6 +111,41 @@ class Places:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """The runs of a packed line as numbers, for kernels; int64, always in the host's memory.
+
+    What comes before run i are the pieces `offsets[i]` to `offsets[i + 1]`, from the beginning of its rows.
+
+    Attributes:
+        starts: place in the line of each run's first token.
+        lengths: tokens of each run.
+        offsets: one more than runs.
+        piece_starts: place in the line of each piece's first token.
+        piece_lengths: tokens of each piece.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    offsets: Tensor
+    piece_starts: Tensor
+    piece_lengths: Tensor
+
+    @staticmethod
+    def of(runs: Sequence[Run]) -> Runs:
+        """From the runs."""
+        offsets = [0, *accumulate(len(run.before) for run in runs)]
+        pieces = [piece for run in runs for piece in run.before]
+        numbers = [
+            [run.start for run in runs],
+            [run.length for run in runs],
+            offsets,
+            [start for start, _ in pieces],
+            [length for _, length in pieces],
+        ]
+        return Runs(*(torch.tensor(x, dtype=torch.int64, device="cpu") for x in numbers))
+
+
+@dataclass(frozen=True)
 class Layout:
     """A packed line taken apart into blocks of rows of about one length, each padded to its longest.
 
@@ -117,6 +155,7 @@ class Layout:
         back_T: for each token of the line its index in queries_P.
         blocks: of each block its rows, queries and keys a row, and where they stand.
         shared: whether a key belongs to several rows.
+        runs: that the line consists of, as numbers.
         masks: what the queries of a block see, once it was asked for; all layers of a pass share it.
     """
 
@@ -125,6 +164,7 @@ class Layout:
     back_T: Tensor
     blocks: tuple[tuple[int, int, int, Places], ...]
     shared: bool
+    runs: Runs
     masks: dict[Any, Tensor | None] = field(
         default_factory=dict[Any, "Tensor | None"], compare=False
     )

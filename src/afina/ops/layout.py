@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from afina.types import Context, Layout, Places, Run
+from afina.types import Context, Layout, Places, Run, Runs
 
 EVEN = 0.5
 """A row joins a block when it is at least this share of the block's longest, in queries and in keys."""
@@ -65,6 +65,7 @@ def layout_of(runs: Sequence[Run], device: torch.device) -> Layout:
         back_T.to(device),
         tuple(blocks),
         shared=any(run.before for run in runs),
+        runs=Runs.of(runs),
     )
 
 
