@@ -1,0 +1,95 @@
+"""Products of bf16 matrices in `gemm.cpp`: several at once, added up in fp32 and rounded once.
+
+Legend: M rows of the result, N columns of it, K what is summed over, R rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_double, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afina.ops import native
+
+
+class Part(Structure):
+    """One product; see `part`."""
+
+    _fields_ = [
+        ("a", c_void_p),
+        ("a_step", c_int64),
+        ("k", c_int64),
+        ("b", c_void_p),
+        ("b_step", c_int64),
+        ("k_real", c_int64),
+        ("n_real", c_int64),
+        ("by_rows", c_int64),
+        ("wide", c_int64),
+        ("scale", c_double),
+    ]
+
+
+def part(a_MK: Tensor, b: Tensor, *, by_rows: bool = False, scale: float = 1.0) -> Part:
+    """A B, or A Bᵀ.
+
+    Args:
+        a_MK: bf16, rows one after the other or further apart; K a multiple of 32.
+        b: (N, K), or with `by_rows` (K, N); bf16 or fp32. Where it has less of K or N, the rest counts as zero.
+        by_rows: see above.
+        scale: of a B in fp32; rounded with it.
+    """
+    k_real, n_real = b.shape if by_rows else (b.shape[1], b.shape[0])
+    wide = b.dtype == torch.float32
+    return Part(
+        a_MK.data_ptr(),
+        a_MK.stride(0),
+        a_MK.shape[1],
+        b.data_ptr(),
+        b.stride(0),
+        k_real,
+        n_real,
+        by_rows,
+        wide,
+        scale,
+    )
+
+
+def gemm(
+    out_MN: Tensor,
+    *parts: Part,
+    alpha: float = 1.0,
+    bias_N: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+) -> Tensor:
+    """out = alpha · (sum of the parts) + bias + residual.
+
+    Args:
+        out_MN: bf16 or fp32, its rows dense; written, and returned.
+        parts: see `part`.
+        alpha: see above.
+        bias_N: bf16.
+        residual_MN: bf16; may be `out_MN` itself.
+    """
+    found: Any = native.library()
+    found.afina_gemm(
+        c_int64(out_MN.shape[0]),
+        c_int64(out_MN.shape[1]),
+        (Part * len(parts))(*parts),
+        c_int64(len(parts)),
+        c_void_p(out_MN.data_ptr()),
+        c_int64(out_MN.stride(0)),
+        c_int64(out_MN.dtype == torch.float32),
+        c_double(alpha),
+        native.address(bias_N),
+        native.address(residual_MN),
+        c_int64(0 if residual_MN is None else residual_MN.stride(0)),
+    )
+    return out_MN
+
+
+def padded(rank: int) -> int:
+    """The columns that a low-rank product takes: a multiple of 32."""
+    return -(-rank // 32) * 32
