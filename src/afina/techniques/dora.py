@@ -162,6 +162,10 @@ class DoRADelta(LoRADelta):
         )
         self._kept: tuple[tuple[weakref.ref[Tensor], ...], tuple[int, ...], Tensor] | None = None
 
+    def low_rank(self) -> None:
+        """See `Delta.low_rank`: it also scales what the weight does."""
+        return None
+
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The rows of base and change together, at the lengths m."""
         a_RI, b_OR = self.factors()

@@ -331,6 +331,13 @@ class LoRADelta(Delta):
         within = within_of(self.share)
         return low_rank_add(x, y, a_RI, b_OR, scaling, dropout=dropout, within=within)
 
+    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
+        """See `Delta.low_rank`."""
+        dropped = self.dropout and self.training
+        if self.kind != "linear" or self.started or dropped or self.share is not None:
+            return None
+        return self.a, self.b, self.scaling * self.strength
+
     @torch.no_grad()
     def reset(self, seed: int) -> None:
         """Zero on one side, random on the other; drawn on the CPU in fp32 so that every device gets the same."""

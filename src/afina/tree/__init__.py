@@ -7,6 +7,7 @@ through a forward hook, so every name of the base model, its ties and its own `s
 from afina.tree.around import Around
 from afina.tree.edit import Edit
 from afina.tree.match import match, matches
+from afina.tree.paths import low_rank_path
 from afina.tree.standing import edits_on, originals, stands_on
 from afina.tree.technique import Delta, Reads, Side, Technique, front_of, seed_of
 from afina.tree.timing import Seams
@@ -20,6 +21,7 @@ __all__ = [
     "Side",
     "Technique",
     "front_of",
+    "low_rank_path",
     "match",
     "matches",
 ]

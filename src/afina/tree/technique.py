@@ -127,6 +127,10 @@ class Delta(nn.Module, ABC):
             found.append(module.register_forward_pre_hook(_Before(key)))
         return found
 
+    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
+        """A (r, in), B (out, r) and s where it adds just now s B A x to the output of a linear, and does nothing else."""
+        return None
+
     def weights(self) -> Mapping[str, Delta]:
         """The module's own tensors that are folded into, each with the child that changes it."""
         return {"weight": self}
@@ -213,6 +217,11 @@ class _After:
             return output
         acting = delta if delta.strength == 1 else delta.scaled
         return acting(args[0], output, module)
+
+
+def acts_after(hook: object, module: nn.Module) -> Delta | None:
+    """The child of a module whose hook this is; None for the hook of somebody else."""
+    return getattr(module, hook.key) if isinstance(hook, _After) else None
 
 
 class _Before:

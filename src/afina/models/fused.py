@@ -1,0 +1,148 @@
+"""Blocks that `ops.native.block` computes as one operation: which those are, and how they are called.
+
+A block is taken whole where its kind is known, its weights are frozen bf16 on a CPU with a matrix unit, and nothing
+acts inside it but low-rank paths beside its maps. This is asked at every call, so that a hook that comes later, or a
+technique that is switched off for a while, is seen. Everything else is computed as the model itself does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afina.ops import native
+from afina.ops.native.block import Block, Line, Map, block
+from afina.seams.calls import Call
+from afina.tree import low_rank_path
+from afina.types import Context
+
+KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
+"""Blocks of Transformers whose forward pass is that of `ops.native.block`."""
+
+_MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class NotFused(Exception):
+    """Why a block is computed as the model does it, in words."""
+
+
+def fused(module: nn.Module, own: Call) -> Call:
+    """The call of a block that goes through the kernels where that can be, and else is `own`."""
+    return partial(_call, module, own)
+
+
+def reason(module: nn.Module) -> str | None:
+    """Why a block cannot be computed as one operation just now; None when it can."""
+    try:
+        block_of(module)
+    except NotFused as found:
+        return str(found)
+    return None
+
+
+def block_of(module: nn.Module) -> Block:
+    """What the kernels need of a block.
+
+    Raises:
+        NotFused: it is not one of theirs.
+    """
+    if (missing := native.missing()) is not None:
+        raise NotFused(missing)
+    if type(module).__name__ not in KNOWN or not type(module).__module__.startswith("transformers."):
+        raise NotFused(f"the kernels do not know blocks such as {type(module).__name__}")
+    whole: Any = module
+    attention, mlp = whole.self_attn, whole.mlp
+    config = attention.config
+    _require(isinstance(mlp.act_fn, nn.SiLU) or config.hidden_act == "silu", "its gate is not SiLU")
+    _require(not config.attention_dropout or not module.training, "its attention drops weights")
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    _require(window is None, "its attention has a window")
+    _untouched(module, attention, mlp, mlp.act_fn, whole.input_layernorm)
+    _untouched(whole.post_attention_layernorm)
+    maps = [_map(getattr(attention, n) if hasattr(attention, n) else getattr(mlp, n)) for n in _MAPS]
+    norms = [whole.input_layernorm, whole.post_attention_layernorm]
+    for norm in norms:
+        _frozen(norm.weight)
+    width = int(attention.head_dim)
+    _require(width % 32 == 0, f"its heads are {width} wide, not a multiple of 32")
+    return Block(
+        *maps,
+        norms[0].weight,
+        norms[1].weight,
+        norms[0].variance_epsilon,
+        norms[1].variance_epsilon,
+        maps[0].out // width,
+        maps[1].out // width,
+        float(attention.scaling),
+    )
+
+
+def _map(linear: nn.Module) -> Map:
+    if type(linear) is not nn.Linear:
+        raise NotFused(f"a map of it is a {type(linear).__name__}")
+    found = low_rank_path(linear)
+    if isinstance(found, str):
+        raise NotFused(found)
+    _frozen(linear.weight)
+    if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        _frozen(linear.bias)
+    _require(linear.weight.shape[0] % 32 == 0 and linear.weight.shape[1] % 32 == 0, "odd widths")
+    a, b, scaling = found or (None, None, 0.0)
+    return Map(linear.weight, linear.bias, a, b, scaling)
+
+
+def _frozen(weight: Tensor) -> None:
+    fit = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
+    _require(fit, "its weights are not in bf16 on the CPU")
+    _require(not weight.requires_grad, "its own weights train")
+    _require(type(weight) in (Tensor, nn.Parameter), "its weights are shared out")
+
+
+def _untouched(*modules: nn.Module) -> None:
+    for module in modules:
+        hooks = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        _require(
+            not any(hooks) and "forward" not in vars(module), "something else acts inside it"
+        )
+
+
+def _require(holds: bool, why: str) -> None:
+    if not holds:
+        raise NotFused(why)
+
+
+def _call(
+    module: nn.Module, own: Call, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    context: Context | None = kwargs.get("afina_context")
+    angles = kwargs.get("position_embeddings")
+    fits = (
+        context is not None
+        and context.layout is not None
+        and angles is not None
+        and not args
+        and kwargs.get("cache", kwargs.get("past_key_values")) is None
+        and kwargs.get("afina_prefix") is None
+        and hidden_states.dtype == torch.bfloat16
+        and not torch.is_autocast_enabled("cpu")
+    )
+    if fits:
+        assert context is not None
+        assert context.layout is not None
+        try:
+            of = block_of(module)
+        except NotFused:
+            return own(hidden_states, *args, **kwargs)
+        cosine, sine = (x[0].contiguous() for x in angles)
+        line = Line(cosine, sine, context.layout.runs)
+        return block(hidden_states[0].contiguous(), of, line)[None]
+    return own(hidden_states, *args, **kwargs)

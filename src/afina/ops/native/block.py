@@ -1,0 +1,304 @@
+"""A decoder block of the Llama kind as one operation: its forward pass, and its backward pass by hand.
+
+    q, k, v = rot(h W_q), rot(h W_k), h W_v       with h = norm(x)
+    x' = x + attention(q, k, v) W_o
+    y = x' + (silu(h' W_g) * h' W_u) W_d          with h' = norm(x')
+
+Each map may have a low-rank path beside it, W x + s B (A x), which trains; the rest is frozen. Kept for backward are x,
+q, k, v, the attention's result and its log-sum-exp, x', h' W_g, h' W_u, and r numbers a token for each path; norms and
+the gate's product are computed again. A product of a map and its path is one product, rounded once.
+
+Legend: T tokens of a packed line, D width, I inner width, H heads, K key heads, R rank.
+
+Source: the chain rule, by hand; the model's own forward is Touvron et al. 2023, arXiv 2302.13971.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_double, c_int64
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from afina.ops import native
+from afina.ops.native.attention import attend, attend_back
+from afina.ops.native.gemm import gemm, padded, part
+from afina.ops.native.rooms import rooms
+from afina.types import Runs
+
+
+@dataclass(frozen=True)
+class Map:
+    """A frozen map and the path beside it.
+
+    Attributes:
+        weight_OI: bf16.
+        bias_O: bf16, where there is one.
+        a_RI, b_OR: of the path, fp32; None where there is none.
+        scaling: s.
+    """
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+    a_RI: Tensor | None
+    b_OR: Tensor | None
+    scaling: float
+
+    @property
+    def out(self) -> int:
+        """Width of its output."""
+        return self.weight_OI.shape[0]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block consists of.
+
+    Attributes:
+        q, k, v, o, gate, up, down: its maps.
+        first_norm_D, second_norm_D: bf16 weights.
+        first_eps, second_eps: of the norms.
+        heads, key_heads: numbers of them.
+        scale: of the scores.
+    """
+
+    q: Map
+    k: Map
+    v: Map
+    o: Map
+    gate: Map
+    up: Map
+    down: Map
+    first_norm_D: Tensor
+    second_norm_D: Tensor
+    first_eps: float
+    second_eps: float
+    heads: int
+    key_heads: int
+    scale: float
+
+    @property
+    def maps(self) -> tuple[Map, ...]:
+        """All of them."""
+        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+
+    @property
+    def paths(self) -> list[Tensor]:
+        """What trains: A and B of each map that has them."""
+        return [x for m in self.maps for x in (m.a_RI, m.b_OR) if x is not None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is the same for all blocks of a pass: positions' angles (T, width of a head), bf16, and the rows' runs."""
+
+    cosine_TW: Tensor
+    sine_TW: Tensor
+    runs: Runs
+
+
+def block(x_TD: Tensor, of: Block, line: Line) -> Tensor:
+    """The block's output (T, D) for the line `x_TD`, both bf16; differentiable in x and the paths."""
+    function = cast("Callable[..., Tensor]", _Block.apply)  # pyright: ignore[reportUnknownMemberType]
+    paths = of.paths
+    differs = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, *paths))
+    return function(x_TD, of, line, differs, *paths)
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, of: Block, line: Line, differs: bool, *paths: Tensor
+    ) -> Tensor:
+        tokens = x.shape[0]
+        h, rstd = _norm(x, of.first_norm_D, of.first_eps)
+        widths = [of.q.out, of.k.out, of.v.out]
+        qkv = rooms.take(tokens, sum(widths))
+        q, k, v = qkv.split(widths, dim=1)
+        lows = [_apply(m, h, y) for m, y in zip((of.q, of.k, of.v), (q, k, v), strict=True)]
+        _rotate(qkv, line, of.heads + of.key_heads, 1.0)
+        seen = rooms.take(tokens, of.q.out)
+        logsum = torch.empty(tokens, of.heads)
+        attend(q, k, v, seen, logsum, line.runs, of.heads, of.key_heads, of.scale)
+        middle = rooms.take(tokens, x.shape[1])
+        lows.append(_apply(of.o, seen, middle, x))
+        second = _norm(middle, of.second_norm_D, of.second_eps, h)[1]
+        inner = of.gate.out
+        both = rooms.take(tokens, 2 * inner)
+        gate, up = both[:, :inner], both[:, inner:]
+        lows.append(_apply(of.gate, h, gate))
+        lows.append(_apply(of.up, h, up))
+        product = rooms.take(tokens, inner)
+        _call("afina_gate", gate, up, 2 * inner, tokens, inner, product)
+        y = torch.empty_like(x)
+        lows.append(_apply(of.down, product, y, middle))
+        rooms.give(h, product)
+        if not differs:
+            rooms.give(qkv, seen, middle, both)
+            return y
+        ctx.of, ctx.line, ctx.lows = of, line, lows
+        ctx.kept = (qkv, seen, middle, both)
+        ctx.numbers = (logsum, rstd, second)
+        ctx.save_for_backward(x, *paths)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kept is None:
+            raise RuntimeError("a block's backward was asked for twice: what it kept is gone")
+        of, line, lows = cast("Block", ctx.of), cast("Line", ctx.line), ctx.lows
+        qkv, seen, middle, both = ctx.kept
+        logsum, rstd, second = ctx.numbers
+        x, *_ = cast("tuple[Tensor, ...]", ctx.saved_tensors)  # raises where a path changed meanwhile
+        above = grads[0].contiguous()
+        tokens, inner = x.shape[0], of.gate.out
+        slopes: dict[int, list[Tensor]] = {}
+
+        # the gated half
+        down = _lower(of.down, above)
+        by_product = rooms.take(tokens, inner)
+        _inward(by_product, [(of.down, above, down)])
+        gate, up = both[:, :inner], both[:, inner:]
+        by_both = rooms.take(tokens, 2 * inner)
+        by_gate, by_up = by_both[:, :inner], by_both[:, inner:]
+        product = rooms.take(tokens, inner)
+        _call(
+            "afina_gate_back",
+            *(by_product, gate, up, 2 * inner, tokens, inner, by_gate, by_up, product),
+        )
+        slopes[6] = _slopes([of.down], [above], [down], [lows[6]], product)
+        lower = [_lower(of.gate, by_gate), _lower(of.up, by_up)]
+        h = _norm(middle, of.second_norm_D, of.second_eps)[0]
+        slopes[4] = _slopes([of.gate, of.up], [by_gate, by_up], lower, lows[4:6], h)
+        by_h = rooms.take(*x.shape)
+        _inward(by_h, [(of.gate, by_gate, lower[0]), (of.up, by_up, lower[1])])
+        by_middle = rooms.take(*x.shape)
+        _norm_back(by_h, middle, of.second_norm_D, second, above, by_middle)
+        rooms.give(by_product, by_both, product)
+
+        # attention
+        low = _lower(of.o, by_middle)
+        by_seen = rooms.take(*seen.shape)
+        _inward(by_seen, [(of.o, by_middle, low)])
+        slopes[3] = _slopes([of.o], [by_middle], [low], [lows[3]], seen)
+        widths = [of.q.out, of.k.out, of.v.out]
+        by_qkv = rooms.take(*qkv.shape)
+        into, parts = qkv.split(widths, dim=1), by_qkv.split(widths, dim=1)
+        attend_back(
+            *(*into, seen, logsum, by_seen, *parts),
+            *(line.runs, of.heads, of.key_heads, of.scale),
+        )
+        _rotate(by_qkv, line, of.heads + of.key_heads, -1.0)
+        lower = [_lower(m, dy) for m, dy in zip((of.q, of.k, of.v), parts, strict=True)]
+        _norm(x, of.first_norm_D, of.first_eps, h)
+        slopes[0] = _slopes([of.q, of.k, of.v], parts, lower, lows[:3], h)
+        by_x = None
+        if ctx.needs_input_grad[0]:
+            _inward(by_h, list(zip((of.q, of.k, of.v), parts, lower, strict=True)))
+            by_x = torch.empty_like(x)
+            _norm_back(by_h, x, of.first_norm_D, rstd, by_middle, by_x)
+        rooms.give(h, by_h, by_middle, by_seen, by_qkv, *ctx.kept)
+        ctx.kept = ctx.lows = None
+        return by_x, None, None, None, *(slope for at in sorted(slopes) for slope in slopes[at])
+
+
+def _apply(m: Map, x: Tensor, y: Tensor, residual: Tensor | None = None) -> Tensor | None:
+    """Writes the map of x into y, onto a residual; returns A x where there is a path, padded with zeros."""
+    if m.a_RI is None or m.b_OR is None:
+        gemm(y, part(x, m.weight_OI), bias_N=m.bias_O, residual_MN=residual)
+        return None
+    low = gemm(x.new_empty(x.shape[0], padded(m.a_RI.shape[0])), part(x, m.a_RI))
+    path = part(low, m.b_OR, scale=m.scaling)
+    gemm(y, part(x, m.weight_OI), path, bias_N=m.bias_O, residual_MN=residual)
+    return low
+
+
+def _lower(m: Map, by_y: Tensor) -> Tensor | None:
+    """s dy B, padded with zeros."""
+    if m.b_OR is None:
+        return None
+    to = by_y.new_empty(by_y.shape[0], padded(m.b_OR.shape[1]))
+    return gemm(to, part(by_y, m.b_OR, by_rows=True, scale=m.scaling))
+
+
+def _inward(to: Tensor, maps: Sequence[tuple[Map, Tensor, Tensor | None]]) -> None:
+    """The gradient of the input that some maps share, from those of their outputs and lower ends."""
+    parts = [part(by_y, m.weight_OI, by_rows=True) for m, by_y, _ in maps]
+    for m, _, low in maps:
+        if low is not None and m.a_RI is not None:
+            parts.append(part(low, m.a_RI, by_rows=True))
+    gemm(to, *parts)
+
+
+def _slopes(
+    maps: Sequence[Map],
+    by_outs: Sequence[Tensor],
+    by_lows: Sequence[Tensor | None],
+    lows: Sequence[Tensor | None],
+    x: Tensor,
+) -> list[Tensor]:
+    """The gradients of A and B of some maps that share the input x, in the maps' order."""
+    ranks = [0 if m.a_RI is None else m.a_RI.shape[0] for m in maps]
+    if not any(ranks):
+        return []
+    tokens = padded(x.shape[0])
+    turned = x.new_empty(sum(ranks), tokens)
+    at = 0
+    for rank, by_low in zip(ranks, by_lows, strict=True):
+        if by_low is not None:
+            _turn(by_low, turned[at : at + rank])
+        at += rank
+    by_a = gemm(torch.empty(sum(ranks), x.shape[1]), part(turned, x, by_rows=True))
+    found: list[Tensor] = []
+    for rank, m, by_y, low, own in zip(ranks, maps, by_outs, lows, by_a.split(ranks), strict=True):
+        if low is not None:
+            _turn(low, turned[:rank])
+            to = torch.empty(rank, m.out)
+            by_b = gemm(to, part(turned[:rank], by_y, by_rows=True), alpha=m.scaling)
+            found += [own, by_b.t()]
+    return found
+
+
+def _turn(x_TC: Tensor, to_CT: Tensor) -> None:
+    """The first columns of x as rows, with zeros behind the tokens."""
+    _call("afina_turned", x_TC, x_TC.stride(0), x_TC.shape[0], to_CT.shape[0], to_CT, to_CT.shape[1])
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The normed x, in `to` or a room of its own, and the inverse of its size."""
+    h = rooms.take(*x.shape) if to is None else to
+    rstd = torch.empty(x.shape[0])
+    _call("afina_norm", x, weight, eps, *x.shape, h, rstd)
+    return h, rstd
+
+
+def _norm_back(
+    by_h: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, above: Tensor, to: Tensor
+) -> None:
+    """`above` and what comes back through the norm."""
+    _call("afina_norm_back", by_h, x, weight, rstd, above, *x.shape, to)
+
+
+def _rotate(qkv: Tensor, line: Line, heads: int, sign: float) -> None:
+    """Turns queries and keys by their positions, in place; back with -1."""
+    cosine = line.cosine_TW
+    sizes = (qkv.shape[0], heads, cosine.shape[1])
+    _call("afina_rotate", qkv, qkv.stride(0), cosine, line.sine_TW, *sizes, sign)
+
+
+def _call(name: str, *values: Tensor | int | float) -> None:
+    """A kernel by its name: a tensor is its address, an int 64 bits, a float double."""
+    made: list[Any] = [
+        native.address(v)
+        if isinstance(v, Tensor)
+        else c_double(v)
+        if isinstance(v, float)
+        else c_int64(v)
+        for v in values
+    ]
+    kernel: ctypes._NamedFuncPointer = getattr(native.library(), name)  # pyright: ignore[reportPrivateUsage]
+    kernel(*made)

@@ -1,0 +1,28 @@
+"""What acts at a map, where that is a low-rank path and nothing else."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from afina.tree.technique import Delta, acts_after
+
+
+def low_rank_path(module: nn.Module) -> tuple[Tensor, Tensor, float] | str | None:
+    """A (r, in), B (out, r) and s of the path s B A x beside a map; None where nothing acts; else, in words, what does."""
+    before = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(before) or "forward" in vars(module):
+        return "something else acts at its maps"
+    found: list[Delta] = []
+    for hook in module._forward_hooks.values():
+        delta = acts_after(hook, module)
+        if delta is None:
+            return "something else acts at its maps"
+        if delta.acts:
+            found.append(delta)
+    if not found:
+        return None
+    path = found[0].low_rank()
+    if path is None or len(found) > 1:
+        names = " and ".join(type(delta).__name__.removesuffix("Delta") for delta in found)
+        return f"{names} at its maps adds more than a low-rank product"
+    return path
