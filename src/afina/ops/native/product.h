@@ -1,0 +1,145 @@
+// A product of bf16 matrices as tiles: how B is packed, and 32 rows of A times 32 columns of B.
+#pragma once
+#include <cstdlib>
+
+#include "amx.h"
+#include "numbers.h"
+
+struct Part {
+  const bf16* a;     // (M, K) row by row, `a_step` numbers apart; columns from k on are not read
+  int64_t a_step;
+  int64_t k;         // columns of A, a multiple of 32
+  const void* b;     // `by_rows`: (K, N), else (N, K)
+  int64_t b_step;
+  int64_t k_real;    // what B has of K; the rest counts as zero
+  int64_t n_real;    // what B has of N; the rest counts as zero
+  int64_t by_rows;
+  int64_t wide;      // B in fp32, else bf16
+  double scale;      // of a B in fp32
+};
+
+namespace {
+
+const int PANEL = 32;
+const int64_t TILE = 512;                 // numbers of one packed tile
+
+struct Buffer {
+  bf16* at = nullptr;
+  size_t size = 0;
+  bf16* room(size_t numbers) {
+    if (numbers > size) {
+      free(at);
+      at = (bf16*)aligned_alloc(64, (numbers * sizeof(bf16) + 63) / 64 * 64);
+      size = numbers;
+    }
+    return at;
+  }
+  ~Buffer() { free(at); }
+};
+thread_local Buffer packed_of_thread;
+
+static inline void transpose(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// `count` of 32 numbers from `at`, as bf16; the others are zero.
+inline __m512i read32(const Part& p, int64_t at, int64_t count) {
+  if (count <= 0) return _mm512_setzero_si512();
+  const __mmask32 mask = count >= 32 ? ~0u : (1u << count) - 1;
+  if (!p.wide) return _mm512_maskz_loadu_epi16(mask, (const bf16*)p.b + at);
+  const float* from = (const float*)p.b + at;
+  const __m512 scale = _mm512_set1_ps((float)p.scale);
+  const __m512 low = _mm512_mul_ps(_mm512_maskz_loadu_ps((__mmask16)mask, from), scale);
+  const __m512 high =
+      _mm512_mul_ps(_mm512_maskz_loadu_ps((__mmask16)(mask >> 16), from + 16), scale);
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+// One panel of a part: for each 32 of K two tiles of 16 columns, rows of which are pairs along K.
+static inline void pack(const Part& p, int64_t n0, bf16* to) {
+  for (int64_t k0 = 0; k0 < p.k; k0 += 32) {
+    if (p.by_rows) {
+      for (int64_t pair = 0; pair < 16; pair++) {
+        const int64_t k = k0 + 2 * pair, columns = p.n_real - n0;
+        const __m512i one = read32(p, k * p.b_step + n0, k < p.k_real ? columns : 0);
+        const __m512i two = read32(p, (k + 1) * p.b_step + n0, k + 1 < p.k_real ? columns : 0);
+        for (int j = 0; j < 2; j++) {
+          const __m256i low = j ? _mm512_extracti64x4_epi64(one, 1) : _mm512_castsi512_si256(one);
+          const __m256i high = j ? _mm512_extracti64x4_epi64(two, 1) : _mm512_castsi512_si256(two);
+          const __m512i both =
+              _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+          _mm512_store_si512(to + j * TILE + pair * 32, both);
+        }
+      }
+    } else {
+      for (int j = 0; j < 2; j++) {
+        __m512i rows[16];
+        for (int i = 0; i < 16; i++) {
+          const int64_t n = n0 + 16 * j + i;
+          rows[i] = read32(p, n * p.b_step + k0, n < p.n_real ? p.k_real - k0 : 0);
+        }
+        transpose(rows);
+        for (int i = 0; i < 16; i++) _mm512_store_si512(to + j * TILE + i * 32, rows[i]);
+      }
+    }
+    to += 2 * TILE;
+  }
+}
+
+template <bool TWO>
+static inline void multiply(const Part* parts, int64_t count, int64_t m0, const bf16* packed, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (TWO) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t i = 0; i < count; i++) {
+    const Part& p = parts[i];
+    const bf16* a = p.a + m0 * p.a_step;
+    const int64_t step = p.a_step * 2;
+    for (int64_t k = 0; k < p.k; k += 32) {
+      _tile_loadd(6, packed, 64);
+      _tile_loadd(4, a + k, step);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, packed + TILE, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (TWO) {
+        _tile_loadd(5, a + 16 * p.a_step + k, step);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      packed += 2 * TILE;
+    }
+  }
+  _tile_stored(0, sums, PANEL * 4);
+  _tile_stored(1, sums + 16, PANEL * 4);
+  if (TWO) {
+    _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
+    _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
+  }
+}
+
+}  // namespace
