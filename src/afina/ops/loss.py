@@ -5,7 +5,8 @@
 Only trained positions come in. They are taken a few at a time: the logits of a piece, its losses and, in the same
 pass, the gradient ∂loss_n/∂h_n = Σ_v (softmax(z)_nv − [v = target(n)]) · ∂z_nv/∂h_n, which is all that backward needs
 when the head is frozen, for each position's gradient is only scaled by what comes from above. A head that trains needs
-that factor first, so its pieces are computed again in backward.
+that factor first, so its pieces are computed again in backward. In bf16 on a CPU that multiplies it itself, all that
+lies between the products is one kernel (`ops.native.loss`), in their own place.
 
 Where processes share the vocabulary out, each computes the logits of its own part, and the largest of them, their sum
 and the target's are found over all parts; the gradient of h is then a part of a sum.
@@ -18,13 +19,14 @@ Liger's fused linear cross-entropy, whose formulas (not code) agree with these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from afina.ops.native import loss as native
 from afina.types import IGNORE
 
 
@@ -97,21 +99,12 @@ class _Head:
         self.scale, self.softcap, self.piece_bytes = scale, softcap, piece_bytes
         self.part = part
 
-    def pieces(self, positions: int, vocabulary: int, wide: torch.dtype) -> Iterator[slice]:
+    def pieces(self, positions: int, position_bytes: int) -> list[slice]:
         """Slices of the positions, as even as may be."""
-        most = max(1, self.piece_bytes // (vocabulary * wide.itemsize))
+        most = max(1, self.piece_bytes // position_bytes)
         count = -(-positions // most)
         size = -(-positions // count) if count else 0
-        return (slice(i, min(i + size, positions)) for i in range(0, positions, size or 1))
-
-    def room(self, positions: int, weight_VD: Tensor, wide: torch.dtype) -> _Room:
-        """What all pieces of so many positions are computed in."""
-        parts = list(self.pieces(positions, weight_VD.shape[0], wide))
-        most = max((part.stop - part.start for part in parts), default=0)
-        narrow = weight_VD.new_empty(most, weight_VD.shape[0])
-        return _Room(
-            narrow, narrow if narrow.dtype == wide else torch.empty_like(narrow, dtype=wide)
-        )
+        return [slice(i, min(i + size, positions)) for i in range(0, positions, size or 1)]
 
     def logits_(self, products_CV: Tensor) -> Tensor:
         """Logits, in the products' place."""
@@ -128,18 +121,84 @@ class _Head:
         return (logits_CV / self.softcap).square_().neg_().add_(1).mul_(self.scale)
 
 
-class _Room(NamedTuple):
+class _Room:
     """Memory that all pieces share: fresh memory of that size would cost the system more than it costs to fill.
 
     Attributes:
+        pieces: slices of the positions.
         narrow: in the head's own type, for products and for slopes.
-        wide: in fp32 or wider, for logits; the same where the head is as wide.
+        wide: in fp32 or wider, for logits; the same where the head is as wide, or where a kernel does without.
     """
 
-    narrow: Tensor
-    wide: Tensor
+    def __init__(
+        self,
+        head: _Head,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        *,
+        bias_trains: bool,
+    ) -> None:
+        self.head, self.weight_VD, self.bias_V = head, weight_VD, bias_V
+        # A bias's gradient is the slopes' sum, and the kernel's slopes are rounded before they can be added up.
+        self.native = (
+            head.part is None and not bias_trains and native.takes(hidden_ND, weight_VD, bias_V)
+        )
+        narrow = weight_VD.dtype
+        wide = narrow if self.native else torch.promote_types(hidden_ND.dtype, torch.float32)
+        vocabulary = weight_VD.shape[0]
+        self.pieces = head.pieces(hidden_ND.shape[0], vocabulary * wide.itemsize)
+        most = max((part.stop - part.start for part in self.pieces), default=0)
+        self.narrow = weight_VD.new_empty(most, vocabulary)
+        self.wide = self.narrow if narrow == wide else torch.empty_like(self.narrow, dtype=wide)
 
-    def narrowed(self, slope_CV: Tensor) -> Tensor:
+    def losses(
+        self, hidden_CD: Tensor, targets_C: Tensor, *, slopes: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Losses of a piece, and if asked for the slopes ∂loss/∂products, in the head's own type."""
+        products_CV = self._products(hidden_CD)
+        if self.native:
+            losses_C = self._kernel(products_CV, targets_C, slopes=slopes)
+            return losses_C, products_CV if slopes else None
+        logits_CV = self._logits(products_CV)
+        bend_CV = self.head.bend(logits_CV) if slopes else None
+        losses_C, total_C1 = _losses_(logits_CV, targets_C, self.head.part)
+        if not slopes:
+            return losses_C, None
+        slope_CV = _slope_(logits_CV, total_C1, targets_C, bend_CV, self.head.part)
+        return losses_C, self._narrowed(slope_CV)
+
+    def slopes(
+        self, hidden_CD: Tensor, targets_C: Tensor, above_C: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Slopes of a piece times what comes from above: in the head's own type, and as wide as they are known."""
+        products_CV = self._products(hidden_CD)
+        if self.native:
+            self._kernel(products_CV, targets_C, above_C=above_C, slopes=True)
+            return products_CV, products_CV
+        logits_CV = self._logits(products_CV)
+        bend_CV = self.head.bend(logits_CV)
+        _, total_C1 = _losses_(logits_CV, targets_C, self.head.part)
+        slope_CV = _slope_(logits_CV, total_C1, targets_C, bend_CV, self.head.part)
+        slope_CV.mul_(above_C[:, None])
+        return self._narrowed(slope_CV), slope_CV
+
+    def _products(self, hidden_CD: Tensor) -> Tensor:
+        return torch.mm(hidden_CD, self.weight_VD.t(), out=self.narrow[: hidden_CD.shape[0]])
+
+    def _kernel(self, products_CV: Tensor, targets_C: Tensor, **more: Any) -> Tensor:
+        form: dict[str, Any] = {"scale": self.head.scale, "softcap": self.head.softcap}
+        return native.losses_(products_CV, targets_C, bias_V=self.bias_V, **form, **more)
+
+    def _logits(self, products_CV: Tensor) -> Tensor:
+        """Logits of a piece in the wide type."""
+        if self.bias_V is not None:
+            products_CV += self.bias_V
+        if self.wide is not self.narrow:
+            products_CV = self.wide[: products_CV.shape[0]].copy_(products_CV)
+        return self.head.logits_(products_CV)
+
+    def _narrowed(self, slope_CV: Tensor) -> Tensor:
         """A slope in the head's own type; the products are used up by then."""
         if slope_CV.dtype == self.narrow.dtype:
             return slope_CV
@@ -161,14 +220,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains = any(ctx.needs_input_grad[1:3])
         ahead = ctx.needs_input_grad[0] and not trains
         gradient_ND = torch.empty_like(hidden_ND) if ahead else None
-        room = head.room(hidden_ND.shape[0], weight_VD, wide)
-        for part in head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
-            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, head, room)
-            bend_CV = head.bend(logits_CV) if ahead else None
-            losses_N[part], total_C1 = _losses_(logits_CV, targets_N[part], head.part)
-            if gradient_ND is not None:
-                slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV, head.part)
-                torch.mm(room.narrowed(slope_CV), weight_VD, out=gradient_ND[part])
+        room = _Room(head, hidden_ND, weight_VD, bias_V, bias_trains=ctx.needs_input_grad[2])
+        for part in room.pieces:
+            losses_N[part], slope_CV = room.losses(hidden_ND[part], targets_N[part], slopes=ahead)
+            if gradient_ND is not None and slope_CV is not None:
+                torch.mm(slope_CV, weight_VD, out=gradient_ND[part])
         ctx.head = head
         ctx.ahead = ahead
         if gradient_ND is not None:
@@ -189,16 +245,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         by_bias = bias_V.new_zeros(bias_V.shape, dtype=wide) if ctx.needs_input_grad[2] else None
-        room = ctx.head.room(hidden_ND.shape[0], weight_VD, wide)
-        for part in ctx.head.pieces(hidden_ND.shape[0], weight_VD.shape[0], wide):
-            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, ctx.head, room)
-            bend_CV = ctx.head.bend(logits_CV)
-            _, total_C1 = _losses_(logits_CV, targets_N[part], ctx.head.part)
-            slope_CV = _slope_(logits_CV, total_C1, targets_N[part], bend_CV, ctx.head.part)
-            slope_CV.mul_(above_N[part, None])
+        room = _Room(ctx.head, hidden_ND, weight_VD, bias_V, bias_trains=ctx.needs_input_grad[2])
+        for part in room.pieces:
+            narrow_CV, slope_CV = room.slopes(hidden_ND[part], targets_N[part], above_N[part])
             if by_bias is not None:
                 by_bias += slope_CV.sum(0)
-            narrow_CV = room.narrowed(slope_CV)
             if by_hidden is not None:
                 torch.mm(narrow_CV, weight_VD, out=by_hidden[part])
             if by_weight is not None:
@@ -210,18 +261,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: _Head, room: _Room
-) -> Tensor:
-    """Logits of a piece in the wide type."""
-    count = hidden_CD.shape[0]
-    products_CV = torch.mm(hidden_CD, weight_VD.t(), out=room.narrow[:count])
-    if bias_V is not None:
-        products_CV += bias_V
-    wide_CV = room.wide[:count]
-    return head.logits_(products_CV if room.wide is room.narrow else wide_CV.copy_(products_CV))
 
 
 def _here(targets_C: Tensor, vocabulary: int, part: Part | None) -> tuple[Tensor, Tensor | None]:
