@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 
 from afina import seams
 from afina.errors import TechniqueError
+from afina.models import fused
 from afina.ops.lowrank import out_of_place
 from afina.seams.calls import Call, calls, put
 from afina.tree import Around
@@ -47,6 +48,7 @@ class Blocks:
         blocks: all of them, those of two stacks one after the other.
         recompute: which are run again in backward.
         compiled: whether they run compiled.
+        unfused: why they are not computed as one operation each, in words; None where they are.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Blocks:
             )
         self.recompute: Recompute = recompute
         self.compiled = False
+        self.model = model
+        self.unfused: str | None = "no pass was made"
 
     @property
     def compilable(self) -> bool:
@@ -87,6 +91,7 @@ class Blocks:
         """Inside the block the model's blocks run this way; afterwards as before."""
         before = calls(self.blocks)
         try:
+            self.unfused = self._unfused()
             self._put()
             # The compiler would take blocks with hooks and without for the same, and where only some have an adapter,
             # a graph that knows of none would serve them all.
@@ -101,11 +106,20 @@ class Blocks:
         self.compiled = wanted
         self._put()
 
+    def _unfused(self) -> str | None:
+        if self.recompute == "selective":
+            return "they are recomputed selectively"
+        found = fused.acts_elsewhere(self.model)
+        reasons = [found, *(fused.reason(block) for block in self.blocks)]
+        return next((reason for reason in reasons if reason is not None), None)
+
     def _put(self) -> None:
         for number, block in enumerate(self.blocks):
             call: Call | None = None
             if self._apart[number]:
                 continue
+            if self.unfused is None:
+                call = fused.fused(block, block._call_impl)
             if self.compiled:
                 call = cast("Call", torch.compile(block._call_impl, dynamic=True))  # pyright: ignore[reportUnknownMemberType]
             # A compiled graph computes again by itself what is cheap, so for it there is nothing to select.

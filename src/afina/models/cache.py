@@ -7,7 +7,6 @@ reader never sees half a model, and a lock makes a second process wait for the f
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile

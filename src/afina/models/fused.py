@@ -7,7 +7,6 @@ technique that is switched off for a while, is seen. Everything else is computed
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from afina.ops import native
 from afina.ops.native.block import Block, Line, Map, block
 from afina.seams.calls import Call
-from afina.tree import low_rank_path
+from afina.tree import Around, Delta, low_rank_path
 from afina.types import Context
 
 KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
@@ -44,6 +43,14 @@ def reason(module: nn.Module) -> str | None:
     return None
 
 
+def acts_elsewhere(model: nn.Module) -> str | None:
+    """What changes the model beside low-rank paths, in words; None when nothing does."""
+    for part in model.modules():
+        if isinstance(part, Around) or (isinstance(part, Delta) and part.low_rank() is None):
+            return f"{type(part).__name__.removesuffix('Delta')} acts in the model"
+    return None
+
+
 def block_of(module: nn.Module) -> Block:
     """What the kernels need of a block.
 
@@ -52,31 +59,44 @@ def block_of(module: nn.Module) -> Block:
     """
     if (missing := native.missing()) is not None:
         raise NotFused(missing)
-    if type(module).__name__ not in KNOWN or not type(module).__module__.startswith("transformers."):
+    if type(module).__name__ not in KNOWN or not type(module).__module__.startswith(
+        "transformers."
+    ):
         raise NotFused(f"the kernels do not know blocks such as {type(module).__name__}")
     whole: Any = module
     attention, mlp = whole.self_attn, whole.mlp
     config = attention.config
-    _require(isinstance(mlp.act_fn, nn.SiLU) or config.hidden_act == "silu", "its gate is not SiLU")
+    _require(config.hidden_act == "silu", "its gate is not SiLU")
     _require(not config.attention_dropout or not module.training, "its attention drops weights")
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     _require(window is None, "its attention has a window")
-    _untouched(module, attention, mlp, mlp.act_fn, whole.input_layernorm)
-    _untouched(whole.post_attention_layernorm)
-    maps = [_map(getattr(attention, n) if hasattr(attention, n) else getattr(mlp, n)) for n in _MAPS]
+    inside = (attention, mlp, mlp.act_fn, whole.input_layernorm, whole.post_attention_layernorm)
+    _untouched(module, *inside)
+    _require(all(part._compiled_call_impl is None for part in inside), "its parts are exchanged")
+    maps = [
+        _map(getattr(attention, n) if hasattr(attention, n) else getattr(mlp, n)) for n in _MAPS
+    ]
     norms = [whole.input_layernorm, whole.post_attention_layernorm]
     for norm in norms:
         _frozen(norm.weight)
     width = int(attention.head_dim)
     _require(width % 32 == 0, f"its heads are {width} wide, not a multiple of 32")
+    q, k, v, o, gate, up, down = maps
+    first, second = norms
     return Block(
-        *maps,
-        norms[0].weight,
-        norms[1].weight,
-        norms[0].variance_epsilon,
-        norms[1].variance_epsilon,
-        maps[0].out // width,
-        maps[1].out // width,
+        q,
+        k,
+        v,
+        o,
+        gate,
+        up,
+        down,
+        first.weight,
+        second.weight,
+        first.variance_epsilon,
+        second.variance_epsilon,
+        q.out // width,
+        k.out // width,
         float(attention.scaling),
     )
 
@@ -104,15 +124,14 @@ def _frozen(weight: Tensor) -> None:
 
 def _untouched(*modules: nn.Module) -> None:
     for module in modules:
+        known: Any = module
         hooks = (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
+            known._forward_hooks,
+            known._forward_pre_hooks,
+            known._backward_hooks,
+            known._backward_pre_hooks,
         )
-        _require(
-            not any(hooks) and "forward" not in vars(module), "something else acts inside it"
-        )
+        _require(not any(hooks) and "forward" not in vars(module), "something else acts inside it")
 
 
 def _require(holds: bool, why: str) -> None:
@@ -120,16 +139,13 @@ def _require(holds: bool, why: str) -> None:
         raise NotFused(why)
 
 
-def _call(
-    module: nn.Module, own: Call, hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _call(module: nn.Module, own: Call, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     context: Context | None = kwargs.get("afina_context")
-    angles = kwargs.get("position_embeddings")
     fits = (
         context is not None
         and context.layout is not None
-        and angles is not None
         and not args
+        and kwargs.get("position_embeddings") is not None
         and kwargs.get("cache", kwargs.get("past_key_values")) is None
         and kwargs.get("afina_prefix") is None
         and hidden_states.dtype == torch.bfloat16
@@ -142,7 +158,7 @@ def _call(
             of = block_of(module)
         except NotFused:
             return own(hidden_states, *args, **kwargs)
-        cosine, sine = (x[0].contiguous() for x in angles)
+        cosine, sine = (x[0].contiguous() for x in kwargs["position_embeddings"])
         line = Line(cosine, sine, context.layout.runs)
         return block(hidden_states[0].contiguous(), of, line)[None]
     return own(hidden_states, *args, **kwargs)

@@ -164,7 +164,6 @@ class DoRADelta(LoRADelta):
 
     def low_rank(self) -> None:
         """See `Delta.low_rank`: it also scales what the weight does."""
-        return None
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The rows of base and change together, at the lengths m."""

@@ -67,6 +67,8 @@ class Tuning:
         searched = state.micro_tokens is None and micro.is_found(self.settings)
         state, cut = self._micro_batches(state)
         self._tell_of_sums(cut)
+        if self.blocks.unfused is None and self.blocks.blocks and self.settings.compile is not True:
+            self.say.say("each block is computed as one operation, by kernels in C++")
         return self._compiling(state, cut, warm=searched), cut
 
     def _tell_of_sums(self, cut: Cut) -> None:
@@ -113,6 +115,8 @@ class Tuning:
             warm: passes ran just now, so that the first is not slower than the others.
         """
         if self.passes.device.type != "cpu" or not self.blocks.compilable:
+            return False
+        if self.blocks.unfused is None:
             return False
         # With zero=3 weights come and go within a block's call; where processes wait for each other, each would come to
         # another end of these trials.

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from afina.tree.technique import Delta, acts_after
 
 
 def low_rank_path(module: nn.Module) -> tuple[Tensor, Tensor, float] | str | None:
-    """A (r, in), B (out, r) and s of the path s B A x beside a map; None where nothing acts; else, in words, what does."""
-    before = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    """What acts at a map.
+
+    Args:
+        module: the map.
+
+    Returns:
+        A (r, in), B (out, r) and s of the path s B A x beside it; None where nothing acts; else, in words, what does.
+    """
+    known: Any = module
+    before = (known._forward_pre_hooks, known._backward_hooks, known._backward_pre_hooks)
     if any(before) or "forward" in vars(module):
         return "something else acts at its maps"
     found: list[Delta] = []
-    for hook in module._forward_hooks.values():
+    for hook in known._forward_hooks.values():
         delta = acts_after(hook, module)
         if delta is None:
             return "something else acts at its maps"

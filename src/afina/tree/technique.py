@@ -128,7 +128,7 @@ class Delta(nn.Module, ABC):
         return found
 
     def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
-        """A (r, in), B (out, r) and s where it adds just now s B A x to the output of a linear, and does nothing else."""
+        """A (r, in), B (out, r) and s where it adds s B A x to a linear's output just now, and does nothing else."""
         return None
 
     def weights(self) -> Mapping[str, Delta]:

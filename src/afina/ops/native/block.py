@@ -15,7 +15,6 @@ Source: the chain rule, by hand; the model's own forward is Touvron et al. 2023,
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64
 from dataclasses import dataclass
@@ -118,7 +117,7 @@ class _Block(torch.autograd.Function):
         h, rstd = _norm(x, of.first_norm_D, of.first_eps)
         widths = [of.q.out, of.k.out, of.v.out]
         qkv = rooms.take(tokens, sum(widths))
-        q, k, v = qkv.split(widths, dim=1)
+        q, k, v = _columns(qkv, widths)
         lows = [_apply(m, h, y) for m, y in zip((of.q, of.k, of.v), (q, k, v), strict=True)]
         _rotate(qkv, line, of.heads + of.key_heads, 1.0)
         seen = rooms.take(tokens, of.q.out)
@@ -153,7 +152,9 @@ class _Block(torch.autograd.Function):
         of, line, lows = cast("Block", ctx.of), cast("Line", ctx.line), ctx.lows
         qkv, seen, middle, both = ctx.kept
         logsum, rstd, second = ctx.numbers
-        x, *_ = cast("tuple[Tensor, ...]", ctx.saved_tensors)  # raises where a path changed meanwhile
+        x, *_ = cast(
+            "tuple[Tensor, ...]", ctx.saved_tensors
+        )  # raises where a path changed meanwhile
         above = grads[0].contiguous()
         tokens, inner = x.shape[0], of.gate.out
         slopes: dict[int, list[Tensor]] = {}
@@ -187,11 +188,10 @@ class _Block(torch.autograd.Function):
         slopes[3] = _slopes([of.o], [by_middle], [low], [lows[3]], seen)
         widths = [of.q.out, of.k.out, of.v.out]
         by_qkv = rooms.take(*qkv.shape)
-        into, parts = qkv.split(widths, dim=1), by_qkv.split(widths, dim=1)
-        attend_back(
-            *(*into, seen, logsum, by_seen, *parts),
-            *(line.runs, of.heads, of.key_heads, of.scale),
-        )
+        parts = _columns(by_qkv, widths)
+        (q, k, v), (by_q, by_k, by_v) = _columns(qkv, widths), parts
+        back = (line.runs, of.heads, of.key_heads, of.scale)
+        attend_back(q, k, v, seen, logsum, by_seen, by_q, by_k, by_v, *back)
         _rotate(by_qkv, line, of.heads + of.key_heads, -1.0)
         lower = [_lower(m, dy) for m, dy in zip((of.q, of.k, of.v), parts, strict=True)]
         _norm(x, of.first_norm_D, of.first_eps, h)
@@ -204,6 +204,14 @@ class _Block(torch.autograd.Function):
         rooms.give(h, by_h, by_middle, by_seen, by_qkv, *ctx.kept)
         ctx.kept = ctx.lows = None
         return by_x, None, None, None, *(slope for at in sorted(slopes) for slope in slopes[at])
+
+
+def _columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    return list(torch.split(x, list(widths), dim=1))
+
+
+def _rows(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    return list(torch.split(x, list(counts)))
 
 
 def _apply(m: Map, x: Tensor, y: Tensor, residual: Tensor | None = None) -> Tensor | None:
@@ -254,7 +262,7 @@ def _slopes(
         at += rank
     by_a = gemm(torch.empty(sum(ranks), x.shape[1]), part(turned, x, by_rows=True))
     found: list[Tensor] = []
-    for rank, m, by_y, low, own in zip(ranks, maps, by_outs, lows, by_a.split(ranks), strict=True):
+    for rank, m, by_y, low, own in zip(ranks, maps, by_outs, lows, _rows(by_a, ranks), strict=True):
         if low is not None:
             _turn(low, turned[:rank])
             to = torch.empty(rank, m.out)
@@ -265,7 +273,9 @@ def _slopes(
 
 def _turn(x_TC: Tensor, to_CT: Tensor) -> None:
     """The first columns of x as rows, with zeros behind the tokens."""
-    _call("afina_turned", x_TC, x_TC.stride(0), x_TC.shape[0], to_CT.shape[0], to_CT, to_CT.shape[1])
+    _call(
+        "afina_turned", x_TC, x_TC.stride(0), x_TC.shape[0], to_CT.shape[0], to_CT, to_CT.shape[1]
+    )
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -300,5 +310,5 @@ def _call(name: str, *values: Tensor | int | float) -> None:
         else c_int64(v)
         for v in values
     ]
-    kernel: ctypes._NamedFuncPointer = getattr(native.library(), name)  # pyright: ignore[reportPrivateUsage]
+    kernel: Any = getattr(native.library(), name)
     kernel(*made)

@@ -5,7 +5,6 @@ Legend: M rows of the result, N columns of it, K what is summed over, R rank.
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import Structure, c_double, c_int64, c_void_p
 from typing import Any
 

@@ -1,0 +1,144 @@
+"""Blocks as one operation beside the model's own: losses and gradients, and when they are not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import afina
+from afina.data.settings import DataSettings
+from afina.models import fused
+from afina.models.blocks import Blocks
+from afina.models.forward import packing
+from afina.ops import native
+from afina.train.passes import passes_of
+from afina.tree import Edit
+from afina.types import Row
+
+needs_kernels = pytest.mark.skipif(
+    native.library() is None, reason=f"no kernels here: {native.missing()}"
+)
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+}
+
+
+def made(kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    if kind == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+        for name, bias in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(bias, std=0.1)
+    # Rounded, so that the model in fp64 is the same model.
+    return model.to(torch.bfloat16).to(dtype).train()
+
+
+def lora(model: Any, **settings: Any) -> Edit:
+    edit = afina.apply(model, [afina.LoRA(rank=5, **settings)], seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in edit.trainable().items():
+        if name.endswith("b"):
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.data.copy_(drawn)
+    return edit
+
+
+def rows() -> list[Row]:
+    found: list[Row] = []
+    for number, length in enumerate((9, 30, 17, 41)):
+        tokens = (*range(1, 8), *((5 * i + 7 * number) % 90 for i in range(length)))
+        found.append(Row(tokens, (False,) * 7 + (True,) * length, number))
+    return found
+
+
+def passed(
+    model: Any, edit: Edit, recompute: bool = False
+) -> tuple[float, dict[str, Tensor], str | None]:
+    for parameter in edit.trainable().values():
+        parameter.grad = None
+    with packing(model, True), Blocks(model, recompute).running() as blocks:
+        passes, _ = passes_of(model, edit, DataSettings())
+        loss = passes.loss(passes.batch(rows()))
+        loss.backward()
+    slopes = {n: p.grad.double() for n, p in edit.trainable().items() if p.grad is not None}
+    assert len(slopes) == len(edit.trainable())
+    return float(loss.detach()), slopes, blocks.unfused
+
+
+def error(mine: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    a, b = (torch.cat([x[n].flatten() for n in right]) for x in (mine, right))
+    return float((a - b).norm() / b.norm())
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("target", [None, ("q_proj", "down_proj")])
+def test_losses_and_gradients_are_those_of_the_model(
+    kind: str, target: tuple[str, ...] | None
+) -> None:
+    chosen = {} if target is None else {"target": target}
+    model = made(kind)
+    edit = lora(model, **chosen)
+    loss, slopes, why = passed(model, edit)
+    assert why is None
+    with native.off():
+        plain_loss, plain, why = passed(model, edit)
+    assert why is not None
+    exact_model = made(kind, torch.float64)
+    exact_edit = lora(exact_model, **chosen)
+    exact_loss, exact, _ = passed(exact_model, exact_edit)
+    assert abs(loss - exact_loss) < 2e-3 * exact_loss
+    # No further from the truth than the model's own way in bf16, and rounding is all that is between.
+    assert error(slopes, exact) < max(1.2 * error(plain, exact), 5e-3)
+    assert error(slopes, exact) < 0.05
+    assert abs(plain_loss - exact_loss) < 5e-3 * exact_loss
+    wrong = {n: s if "v_proj" in n or "q_proj" in n else 1.2 * s for n, s in slopes.items()}
+    assert error(wrong, exact) > 0.05
+
+
+@needs_kernels
+def test_recomputed_blocks_are_the_same_bit_for_bit() -> None:
+    model = made("llama")
+    edit = lora(model)
+    kept, again = passed(model, edit), passed(model, edit, recompute=True)
+    assert kept[0] == again[0]
+    assert all(torch.equal(kept[1][n], again[1][n]) for n in kept[1])
+
+
+@needs_kernels
+def test_what_is_not_taken() -> None:
+    model = made("llama")
+    block = model.model.layers[0]
+    assert fused.reason(block) == "its own weights train"
+    edit = lora(model)
+    assert fused.reason(block) is None
+    hook = block.mlp.register_forward_hook(lambda *_: None)
+    assert fused.reason(block) == "something else acts inside it"
+    hook.remove()
+    with edit.disabled():
+        assert fused.reason(block) is None
+        assert fused.block_of(block).paths == []
+    edit.undo()
+    edit = lora(model, dropout=0.1)
+    assert "adds more than a low-rank product" in (fused.reason(block) or "")
+    edit.undo()
+    model.float()
+    assert fused.reason(block) == "its weights are not in bf16 on the CPU"
+
+
+def test_without_kernels_the_reason_is_said() -> None:
+    with native.off():
+        assert fused.reason(made("llama").model.layers[0]) == "switched off"

@@ -1,0 +1,129 @@
+"""Kernels in C++ beside their definitions: products in parts, attention over runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from afina.ops import native
+from afina.ops.native.attention import attend, attend_back
+from afina.ops.native.gemm import gemm, padded, part
+from afina.types import Run, Runs
+
+needs_kernels = pytest.mark.skipif(
+    native.library() is None, reason=f"no kernels here: {native.missing()}"
+)
+BF16 = torch.bfloat16
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(BF16)
+
+
+def off_by(found: Tensor, wanted: Tensor) -> float:
+    """Relative error in the norm."""
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("tokens", "wide", "out", "rank"), [(37, 64, 70, 5), (300, 576, 192, 16), (100, 96, 96, 40)]
+)
+def test_products_in_parts(tokens: int, wide: int, out: int, rank: int) -> None:
+    x, weight = drawn(tokens, wide), drawn(out, wide, seed=1)
+    bias, residual = drawn(out, seed=2), drawn(tokens, out, seed=3)
+    a, b = drawn(rank, wide, seed=4).float(), drawn(out, rank, seed=5).float()
+    low = gemm(torch.empty(tokens, padded(rank), dtype=BF16), part(x, a))
+    assert off_by(low[:, :rank], x.double() @ a.double().t()) < 3e-3
+    assert not low[:, rank:].any()
+    y = gemm(
+        torch.empty(tokens, out, dtype=BF16),
+        part(x, weight),
+        part(low, b, scale=2.0),
+        bias_N=bias,
+        residual_MN=residual,
+    )
+    path = 2 * low[:, :rank].double() @ b.double().t()
+    wanted = x.double() @ weight.double().t() + path + bias.double() + residual.double()
+    assert off_by(y, wanted) < 3e-3
+    assert off_by(y, wanted - path) > 0.1  # without the path the check must see it
+    turned = torch.zeros(rank, padded(tokens), dtype=BF16)
+    turned[:, :tokens] = low[:, :rank].t()
+    slope = gemm(torch.empty(rank, wide), part(turned, x, by_rows=True), alpha=2.0)
+    assert off_by(slope, 2 * low[:, :rank].double().t() @ x.double()) < 1e-6
+
+
+def by_definition(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[Run], causal: bool, window: int | None
+) -> Tensor:
+    """(T, H, W) in the numbers' own type, run by run."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    outs: list[Tensor] = []
+    for run in sorted(runs, key=lambda r: r.start):
+        path = [torch.arange(a, a + n) for a, n in (*run.before, (run.start, run.length))]
+        keys = torch.cat(path)
+        at = run.first + torch.arange(run.length)[:, None]
+        key = torch.arange(len(keys))[None]
+        seen = torch.ones(run.length, len(keys), dtype=torch.bool)
+        if causal:
+            seen &= key <= at
+        if window is not None:
+            seen &= (at - key).abs() < window
+        own = slice(run.start, run.start + run.length)
+        scores = torch.einsum("qhd,khd->hqk", q[own], k[keys]) * q.shape[2] ** -0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v[keys]))
+    return torch.cat(outs)
+
+
+RUNS = {
+    "one": [Run(0, 1)],
+    "ragged": [Run(0, 15), Run(15, 16), Run(31, 17), Run(48, 33), Run(81, 100)],
+    "shared": [
+        Run(0, 35),
+        Run(35, 20, ((0, 35),)),
+        Run(55, 9, ((0, 35),)),
+        Run(64, 40, ((0, 35), (55, 9))),
+    ],
+    "long": [Run(0, 513)],
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(9, 3, 64), (4, 4, 32), (4, 1, 128)])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 10), (False, None)])
+def test_attention(
+    name: str, heads: int, key_heads: int, width: int, causal: bool, window: int | None
+) -> None:
+    runs = RUNS[name]
+    tokens = sum(run.length for run in runs)
+    q, k, v, above = (
+        drawn(tokens, n * width, seed=i) for i, n in enumerate((heads, key_heads, key_heads, heads))
+    )
+    wide = [x.double().view(tokens, -1, width).requires_grad_() for x in (q, k, v)]
+    wanted = by_definition(wide[0], wide[1], wide[2], runs, causal, window)
+    slopes = torch.autograd.grad(wanted, wide, above.double().view_as(wanted))
+    wanted = wanted.detach()
+
+    def once() -> list[Tensor]:
+        out, logsum = torch.empty_like(q), torch.empty(tokens, heads)
+        rest = (Runs.of(runs), heads, key_heads, width**-0.5)
+        attend(q, k, v, out, logsum, *rest, causal=causal, window=window)
+        by = [torch.empty_like(x) for x in (q, k, v)]
+        attend_back(q, k, v, out, logsum, above, *by, *rest, causal=causal, window=window)
+        return [out, *by]
+
+    found = once()
+    for mine, right in zip(found, (wanted, *slopes), strict=True):
+        error = float((mine.double().view_as(right) - right).norm())
+        assert error <= 8e-3 * float(right.norm()) + 2e-2 * (tokens == 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, once(), strict=True))
+    if name == "shared" and window is None:
+        apart = by_definition(
+            *(x.detach() for x in wide), [Run(r.start, r.length) for r in runs], causal, window
+        )
+        assert off_by(found[0].view_as(apart), apart) > 0.05
