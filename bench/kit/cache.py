@@ -15,6 +15,8 @@ from .rows import content_hash
 PLACES = ("folder", "model", "rows", "threads")
 """Fields of a job that say where or with how much, not what: they do not enter the key."""
 
+SOURCES = ("*.py", "*.cpp", "*.h")
+
 
 def files_hash(files: list[Path], root: Path) -> str:
     """sha256 over names (relative to `root`) and contents of files, in short."""
@@ -33,9 +35,9 @@ def model_hash(folder: str | Path) -> str:
 
 
 def source_hash(package: str | Path) -> str:
-    """Fingerprint of a package's own source: every Python file below its folder."""
+    """Fingerprint of a package's own source: every Python and C++ file below its folder."""
     root = Path(package)
-    return files_hash([*root.rglob("*.py")], root)
+    return files_hash([file for kind in SOURCES for file in root.rglob(kind)], root)
 
 
 def tool_version(tool: str) -> str:

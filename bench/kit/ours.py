@@ -1,17 +1,21 @@
 """afina's worker: `afina.train` on a rows file. Run as `python -m bench.kit.ours JOB.json`.
 
-Knobs: `dtype` of the frozen base ("fp32" or "bf16"). Everything else is afina's default.
+Knobs: `dtype` of the frozen base ("float32" or "bfloat16"); where they are given, `method` ("full" in place of LoRA),
+`micro` (rows of a pass), `share_prefixes`, and `floor` (the products of each step are timed beside it, see `floor.py`).
+Everything else is afina's default.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .floor import floor_of
 from .jobs import Job, read_job, write_json
-from .meter import Notes, now_s, peak_memory_bytes
-from .rows import IGNORE, Rows, read_rows, sequence
+from .meter import Notes, compile_s, now_s, peak_memory_bytes
+from .rows import IGNORE, Rows, read_rows, sequence, trained_tokens
 
 
 def run(job: Job) -> None:
@@ -21,36 +25,67 @@ def run(job: Job) -> None:
     from afina.train.report import Lines
     from afina.tree import Seams
 
-    rows = arranged(read_rows(job.rows), job)
+    rows = read_rows(job.rows)
     model, tokenizer = afina.load(job.model, dtype=job.knobs["dtype"], device="cpu")
-    edit = afina.apply(model, [afina.LoRA(rank=job.rank, alpha=job.alpha)], seed=job.seed)
-    ends: dict[int, float] = {}
+    edit = afina.apply(model, [technique(job)], seed=job.seed, undoable=False)
+    ends: dict[int, tuple[float, float]] = {}
+    after: tuple[Callable[[int], object], ...] = (
+        lambda step: ends.update({step + 1: (now_s(), compile_s())}),
+    )
+    floor = floor_of(model, sizes(rows, job)) if job.knobs.get("floor") else None
+    if floor is not None:
+        after = (*after, floor.after_step)
     out = Path(job.folder) / "run"
     resume = job.save and (out / "checkpoints" / "latest").exists()
+    loaded_bytes = peak_memory_bytes()
     afina.train(
         model,
         tokenizer,
-        rows,
+        arranged(rows, job),
         edit,
         out,
         settings=settings(job),
         options=afina.RunOptions(
             base=job.model,
+            data_settings=afina.DataSettings(share_prefixes=job.knobs.get("share_prefixes", True)),
             reporter=Lines(sys.stdout),
             resume=resume,
             overwrite=not resume,
-            seams=Seams(after_step=(lambda step: ends.update({step + 1: now_s()}),)),
+            seams=Seams(after_step=after),
         ),
     )
     notes = Notes(job.folder)
     notes.path.unlink(missing_ok=True)
     for line in read_metrics(out):
         # Steps of an earlier process have no end on this one's clock; only windows, never resumed, are timed.
-        end_s = ends.get(line["step"], 0.0)
-        notes.write(line["step"], line["loss"], line["tokens"], line["trained_tokens"], end_s)
+        end = ends.get(line["step"], (0.0, 0.0))
+        notes.write(line["step"], line["loss"], line["tokens"], line["trained_tokens"], *end)
     if job.save:
         (out / "adapter").rename(Path(job.folder) / "adapter")
-    write_json(Path(job.folder) / "result.json", {"peak_bytes": peak_memory_bytes()})
+    result = {"peak_bytes": peak_memory_bytes(), "loaded_bytes": loaded_bytes}
+    write_json(Path(job.folder) / "result.json", result | (floor.result() if floor else {}))
+
+
+def technique(job: Job) -> Any:
+    """What trains."""
+    import afina
+
+    if job.knobs.get("method") == "full":
+        return afina.Full()
+    return afina.LoRA(rank=job.rank, alpha=job.alpha)
+
+
+def sizes(rows: Rows, job: Job) -> list[tuple[int, int]]:
+    """Tokens and trained positions of each step."""
+    order = sequence(len(rows.train), job.seed, job.steps * job.batch)
+    steps = [order[at : at + job.batch] for at in range(0, len(order), job.batch)]
+    return [
+        (
+            sum(len(rows.train[place][0]) for place in step),
+            sum(trained_tokens(rows.train[place][1]) for place in step),
+        )
+        for step in steps
+    ]
 
 
 def settings(job: Job) -> Any:
@@ -69,6 +104,8 @@ def settings(job: Job) -> Any:
         "save_every": 20 if job.save else None,
         "keep_last": 1,
     }
+    if "micro" in job.knobs:
+        values["micro_rows"] = job.knobs["micro"]
     return build(afina.TrainSettings, values)
 
 

@@ -3,7 +3,9 @@
 Knobs: `dtype` ("float32" or "bfloat16"), `attention` ("sdpa" or "eager"), `autocast_adapter` (PEFT's default: fp32
 adapter weights), `compile` (block by block), `group_by_length`, `pad_to`, `keep_heap` (glibc keeps freed memory
 instead of returning it to the system, which saves page faults), `micro` (rows in a forward pass; with fewer than
-`batch` the gradient is accumulated, and a step's rows are sorted by length, so that less padding is computed).
+`batch` the gradient is accumulated, and a step's rows are sorted by length, so that less padding is computed); where
+they are given, `method` ("full" trains the model's own weights, without PEFT) and `autocast` ("bfloat16": products of
+other weights are made in it).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .jobs import Job, read_job, write_json
-from .meter import Notes, now_s, peak_memory_bytes
+from .meter import Notes, compile_s, now_s, peak_memory_bytes
 from .rows import Rows, read_rows, sequence, trained_tokens
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -42,10 +44,12 @@ def run(job: Job) -> None:
     rows = read_rows(job.rows)
     order = step_order(rows, job)
     trainer = build(job, rows, order)
+    loaded_bytes = peak_memory_bytes()
     trainer.train(resume_from_checkpoint=last_checkpoint(job))
     if job.save:
         trainer.model.save_pretrained(Path(job.folder) / "adapter")
-    write_json(Path(job.folder) / "result.json", {"peak_bytes": peak_memory_bytes()})
+    result = {"peak_bytes": peak_memory_bytes(), "loaded_bytes": loaded_bytes}
+    write_json(Path(job.folder) / "result.json", result)
 
 
 def step_order(rows: Rows, job: Job) -> list[int]:
@@ -60,7 +64,6 @@ def step_order(rows: Rows, job: Job) -> list[int]:
 def build(job: Job, rows: Rows, order: list[int]) -> Any:
     """The Trainer with the model, the adapter, the rows in their order and a callback that takes notes."""
     import torch
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer
 
     knobs = job.knobs
@@ -70,10 +73,8 @@ def build(job: Job, rows: Rows, order: list[int]) -> Any:
         dtype=getattr(torch, knobs["dtype"]),
         attn_implementation=knobs["attention"],
     )
-    config = LoraConfig(
-        r=job.rank, lora_alpha=job.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    model = get_peft_model(model, config, autocast_adapter_dtype=knobs["autocast_adapter"])
+    if knobs.get("method") != "full":
+        model = with_adapter(model, job)
     examples: Any = [example(*rows.train[place]) for place in order]
     return Trainer(
         model=model,
@@ -82,6 +83,16 @@ def build(job: Job, rows: Rows, order: list[int]) -> Any:
         data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=knobs["pad_to"]),
         callbacks=[note_taker(job, rows, order)],
     )
+
+
+def with_adapter(model: Any, job: Job) -> Any:
+    """The model with LoRA on all linears of its blocks."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=job.rank, lora_alpha=job.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=job.knobs["autocast_adapter"])
 
 
 def example(ids: list[int], labels: list[int]) -> dict[str, list[int]]:
@@ -105,6 +116,7 @@ def arguments(job: Job) -> Any:
         seed=job.seed,
         train_sampling_strategy="group_by_length" if grouped else "sequential",
         torch_compile=job.knobs["compile"],
+        bf16=job.knobs.get("autocast") == "bfloat16",
         use_cpu=True,
         logging_steps=1,
         include_num_input_tokens_seen="non_padding",
@@ -136,13 +148,13 @@ def note_taker(job: Job, rows: Rows, order: list[int]) -> Any:
     labels = [trained_tokens(rows.train[place][1]) for place in order]
 
     class TakeNotes(TrainerCallback):
-        seen, before, end_s = 0, 0, 0.0
+        seen, before, end_s, compile_s = 0, 0, 0.0, 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             self.seen = int(state.num_input_tokens_seen)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            self.end_s = now_s()
+            self.end_s, self.compile_s = now_s(), compile_s()
             self.before, self.seen = self.seen, int(state.num_input_tokens_seen)
 
         def on_log(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -151,7 +163,8 @@ def note_taker(job: Job, rows: Rows, order: list[int]) -> Any:
                 return
             batch = labels[(step - 1) * job.batch : step * job.batch]
             trained = 0 if grouped else sum(batch)
-            notes.write(step, float(logs["loss"]), self.seen - self.before, trained, self.end_s)
+            tokens, loss = self.seen - self.before, float(logs["loss"])
+            notes.write(step, loss, tokens, trained, self.end_s, self.compile_s)
 
     return TakeNotes()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def version_of(other: Other, folder: Path) -> str | None:
 
 
 def how_to_install(other: Other, folder: Path) -> str:
-    """The line that makes a tool's environment."""
+    """The line that makes a tool's environment, with the torch that is here: a newer one may be of another kind."""
     place = folder / other.key
-    return f"python -m venv {place} && {place}/bin/pip install {' '.join(other.packages)}"
+    torch = version("torch").partition("+")[0]
+    wanted = " ".join((*other.packages, f"torch=={torch}"))
+    return f"python -m venv {place} && {place}/bin/pip install {wanted}"

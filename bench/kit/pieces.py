@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +15,19 @@ from typing import Any
 
 from .cache import PLACES
 from .jobs import write_json
+from .meter import now_s
 
 ROOT = Path(__file__).parents[2]
 LOCK = Path(tempfile.gettempdir()) / "afina-bench.lock"
+BEGAN = "began.json"
 MODULES = {
     "peer": "bench.kit.peer",
     "afina": "bench.kit.ours",
     "trl": "bench.kit.peer_trl",
     "llamafactory": "bench.kit.peer_llamafactory",
     "answers": "bench.kit.answers",
+    "start": "bench.kit.starting",
+    "llama": "bench.kit.llama",
 }
 
 
@@ -32,6 +35,12 @@ def result_of(folder: Path) -> dict[str, Any] | None:
     """The result in a piece's folder; None while it is not finished."""
     path = folder / "result.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def began_s(folder: Path) -> float | None:
+    """When a piece's process was started, on the clock of its notes; None where that was not kept."""
+    path = folder / BEGAN
+    return json.loads(path.read_text("utf-8"))["began_s"] if path.exists() else None
 
 
 def newest(work: Path, name: str, job: dict[str, Any]) -> Path | None:
@@ -48,7 +57,8 @@ def newest(work: Path, name: str, job: dict[str, Any]) -> Path | None:
 def what(job: dict[str, Any]) -> dict[str, Any]:
     """A job without where it is done: a rows file's name holds its hash, an adapter's folder the key of its run."""
     kept = {key: value for key, value in job.items() if key not in PLACES and key != "adapter"}
-    kept["rows"] = Path(job["rows"]).name
+    if "rows" in job:
+        kept["rows"] = Path(job["rows"]).name
     if "adapter" in job:
         kept["adapter"] = Path(job["adapter"]).parent.name
     return kept
@@ -73,7 +83,8 @@ def run_piece(
         return done
     write_json(folder / "job.json", job)
     with only_one() as lock, (folder / "log").open("a", encoding="utf-8") as log:
-        began = time.monotonic()
+        began = now_s()
+        write_json(folder / BEGAN, {"began_s": began})
         command = [str(python), "-m", MODULES[worker], str((folder / "job.json").resolve())]
         status = subprocess.run(
             command,
@@ -87,7 +98,7 @@ def run_piece(
     if status.returncode or done is None:
         tail = (folder / "log").read_text("utf-8", errors="replace")[-1500:]
         raise RuntimeError(f"{worker} ended with status {status.returncode}; its log ends:\n{tail}")
-    print(f"  {folder.name}: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"  {folder.name}: {now_s() - began:.0f} s", flush=True)
     return done
 
 

@@ -15,9 +15,12 @@ from bench.kit.meter import (
     read_notes,
     tokens_per_second,
 )
+from bench.kit.quality import Quality, verdicts
 from bench.kit.report import Figure, table, write_figures
 from bench.kit.rows import Rows
-from bench.kit.training import SideBySide, parse, quality_variants, variants, verdicts
+from bench.kit.side import SideBySide
+from bench.kit.training import parse
+from bench.kit.variants import quality_variants, variants
 
 CALLS = ['{"intent": "Play", "slots": {"year": "1959"}}', '{"intent": "Rate", "slots": {}}']
 
@@ -132,9 +135,9 @@ def test_figures_come_from_finished_pieces_and_a_missing_side_stays_empty(tmp_pa
         Notes(str(run)).write(step, 2.0 / step, 20, 10, 0.0)
     (run / "adapter").mkdir()
     (run / "result.json").write_text('{"peak_bytes": 1}')
-    write_json(answers / "job.json", side.answers_job(ours, run))
+    write_json(answers / "job.json", Quality(side).answers_job(ours, run))
     (answers / "result.json").write_text(json.dumps({"answers": [CALLS[0]]}))
-    found = {f.metric: (f.setting, f.value, f.peer_value) for f in side.figures()}
+    found = {f.metric: (f.setting, f.value, f.peer_value) for f in Quality(side).figures()}
     assert found["loss, first step"] == ("usual, seed 0", 2.0, None)
     assert found["loss, last tenth"][1] == pytest.approx((2 / 19 + 2 / 20) / 2)
     assert found["intent_accuracy"] == ("usual, seed 0", 1.0, None)

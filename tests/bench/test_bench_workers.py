@@ -12,8 +12,11 @@ import torch
 from bench.kit import pieces
 from bench.kit.jobs import Job
 from bench.kit.meter import read_notes
+from bench.kit.quality import Quality
 from bench.kit.rows import Rows, write_rows
-from bench.kit.training import SideBySide, parse, quality_variants, variants
+from bench.kit.side import SideBySide
+from bench.kit.training import parse
+from bench.kit.variants import quality_variants, variants
 from tests.tiny import byte_tokenizer, row, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -75,7 +78,7 @@ def test_both_tools_begin_at_the_same_loss_and_answers_are_scored(
         job = replace(at.job(variant, 0, 3, 0, 4), save=True)
         found[variant.tool] = losses(at, job, "quality")
         trained = next(at.work.glob(f"tiny-quality-{variant.tool}-*"))
-        answers = at.answers(variant, trained, 0)
+        answers = Quality(at).answers(variant, trained, 0)
         assert answers is not None
         assert len(answers) == 2
     assert found["afina"][0] == pytest.approx(found["peer"][0], rel=1e-5)
