@@ -32,6 +32,7 @@ from afina import seams
 from afina.errors import TechniqueError
 from afina.models import fused
 from afina.ops.lowrank import out_of_place
+from afina.ops.native.rooms import rooms, wide_rooms
 from afina.seams.calls import Call, calls, put
 from afina.tree import Around
 
@@ -100,6 +101,8 @@ class Blocks:
         finally:
             put(self.blocks, before)
             self.compiled = False
+            rooms.clear()
+            wide_rooms.clear()
 
     def compile(self, wanted: bool) -> None:
         """From here on compiled, or not; the graphs are made at the next call."""

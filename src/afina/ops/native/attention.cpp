@@ -220,21 +220,17 @@ void afina_attention_forward(const bf16* q, int64_t q_step, const bf16* k, int64
   }
 }
 
-int64_t afina_attention_work(int64_t tokens, int64_t key_heads, int64_t width) {
-  return 2 * (int64_t)omp_get_max_threads() * tokens * key_heads * width;
-}
-
 void afina_attention_backward(const bf16* q, int64_t q_step, const bf16* k, int64_t k_step, const bf16* v,
                               int64_t v_step, const bf16* out, int64_t out_step, const float* logsum,
                               const bf16* by_out, int64_t by_out_step, bf16* by_q, int64_t by_q_step, bf16* by_k,
                               int64_t by_k_step, bf16* by_v, int64_t by_v_step, int64_t heads, int64_t key_heads,
                               int64_t width, int64_t count, const int64_t* start, const int64_t* length,
                               const int64_t* offset, const int64_t* piece_start, const int64_t* piece_length,
-                              double scale, int64_t causal, int64_t window, int64_t tokens, float* work) {
+                              double scale, int64_t causal, int64_t window, int64_t tokens, int64_t shares, float* work) {
   const Runs runs{count, start, length, offset, piece_start, piece_length};
   const Line Q{q, q_step}, K{k, k_step}, V{v, v_step}, G{by_out, by_out_step};
   const int64_t group = heads / key_heads, all = tokens * key_heads * width;
-  const int threads = omp_get_max_threads();
+  const int threads = (int)shares;  // `work` has room for so many
   const auto units = dealt(runs, key_heads, threads);
 #pragma omp parallel num_threads(threads)
   {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from afina.ops import native
+from afina.ops.native.rooms import wide_rooms
 from afina.types import Runs
 
 
@@ -74,15 +75,18 @@ def attend_back(
     found: Any = native.library()
     tokens = q.shape[0]
     width = q.shape[1] // heads
-    room = torch.empty(2 * torch.get_num_threads() * tokens * key_heads * width)
+    threads = torch.get_num_threads()
+    room = wide_rooms.take(2 * threads * tokens * key_heads * width)
     found.afina_attention_backward(
         *_lines(q, k, v, out),
         native.address(logsum_TH),
         *_lines(by_out, by_q, by_k, by_v),
         *_sizes(q, runs, heads, key_heads, scale, causal, window),
         c_int64(tokens),
+        c_int64(threads),
         native.address(room),
     )
+    wide_rooms.give(room)
 
 
 def _lines(*lines: Tensor) -> list[Any]:
