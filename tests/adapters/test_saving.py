@@ -23,6 +23,7 @@ from afina.adapters.peft_lora import pattern, patterns
 from afina.adapters.replace import exchange, replace_folder
 from afina.adapters.target import resolve_run
 from afina.errors import AdapterError
+from afina.models import precision
 from afina.table import apply
 from afina.techniques.lora import LoRA
 from afina.tree import Edit
@@ -315,8 +316,9 @@ def test_the_model_card_of_a_demo_model_says_where_transformers_finds_it(tmp_pat
     assert "model, tokenizer = afina.load('smollm2-135m')" in text.splitlines()
 
 
-def test_the_model_card_s_lines_work(tmp_path: Path) -> None:
+def test_the_model_card_s_lines_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stand there, with afina; and PEFT takes the folder with the files that are none of its own."""
+    monkeypatch.setattr(precision, "fast_bf16", lambda: None)  # the lines load in fp32 everywhere
     base = save_model(tmp_path / "base", tiny_llama(), byte_tokenizer())
     model, tokenizer = afina.load(base, dtype="fp32", device="cpu")
     edit = afina.apply(model, [afina.LoRA(rank=2)])

@@ -154,7 +154,8 @@ def test_a_wrong_level_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- bitsandbytes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(24, 16), (64, 64), (100, 37), (576, 192)], ids=str)
+# Rows of a block or longer: bitsandbytes' AVX-512 kernel gives other values where a block spans rows of even length.
+@pytest.mark.parametrize("shape", [(24, 64), (64, 64), (100, 37), (576, 192)], ids=str)
 def test_codes_scales_and_values_are_bitsandbytes_own(shape: tuple[int, ...]) -> None:
     bnb = pytest.importorskip("bitsandbytes").functional
     weight = normal(*shape)

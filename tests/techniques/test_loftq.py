@@ -165,7 +165,7 @@ def test_it_is_a_plain_lora_on_its_rounded_base(rounds: int, tmp_path: Path) -> 
     tiny_llama(dtype=torch.float32, tie_word_embeddings=False).save_pretrained(base)
     byte_tokenizer().save_pretrained(base)
     how = Quantize(loftq_rank=4, loftq_rounds=rounds)
-    model, _ = afina.load(base, quantize=how)
+    model, _ = afina.load(base, dtype="fp32", quantize=how)
     edit = apply(model, [how, LoRA(rank=4, start="loftq", target=("attention",))])
     randomise(model)
     answer = battery.logits(model)
@@ -178,7 +178,7 @@ def test_it_is_a_plain_lora_on_its_rounded_base(rounds: int, tmp_path: Path) -> 
     assert peer.peft_config["default"].r == 4
     battery.close(battery.logits(peer.eval()), answer, 1e-4)
     afina.merge(tmp_path / "a", tmp_path / "merged")
-    merged, _ = afina.load(tmp_path / "merged")
+    merged, _ = afina.load(tmp_path / "merged", dtype="fp32")
     battery.close(battery.logits(merged), answer, 1e-4)
 
 
