@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 from afina.ops import native
+from afina.ops.attention import rows_attention
+from afina.ops.layout import with_layout
 from afina.ops.native.attention import attend, attend_back
 from afina.ops.native.gemm import gemm, padded, part
-from afina.types import Run, Runs
+from afina.types import Context, Run, Runs
 
 needs_kernels = pytest.mark.skipif(
     native.library() is None, reason=f"no kernels here: {native.missing()}"
@@ -88,7 +92,7 @@ RUNS = {
         Run(55, 9, ((0, 35),)),
         Run(64, 40, ((0, 35), (55, 9))),
     ],
-    "long": [Run(0, 513)],
+    "long": [Run(0, 1100), Run(1100, 40)],
 }
 
 
@@ -127,3 +131,33 @@ def test_attention(
             *(x.detach() for x in wide), [Run(r.start, r.length) for r in runs], causal, window
         )
         assert off_by(found[0].view_as(apart), apart) > 0.05
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["ragged", "shared"])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 10), (False, None)])
+def test_attention_by_rows_goes_through_the_kernels(
+    name: str, causal: bool, window: int | None
+) -> None:
+    """However queries lie in memory; soft caps and other formats go where they are known."""
+    runs = RUNS[name]
+    tokens = sum(run.length for run in runs)
+    context = Context(torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None])
+    context = with_layout(context, runs)
+    by_token, by_head = drawn(1, tokens, 6, 64), drawn(1, 6, tokens, 64, seed=1)
+    above = drawn(1, 6, tokens, 64, seed=2)
+    found: dict[str, list[Tensor]] = {}
+    for way, dtype in (("kernels", BF16), ("tiles", BF16), ("right", torch.float64)):
+        q, k, v = (
+            x.to(dtype).requires_grad_()
+            for x in (by_token.transpose(1, 2), by_head[:, :2], by_head[:, 2:4])
+        )
+        given = {"causal": causal, "window": window, "scaling": 0.2}
+        with native.off() if way == "tiles" else nullcontext():
+            out = rows_attention(q, k, v, context, **given)  # type: ignore[arg-type]
+        assert (type(out.grad_fn).__name__ == "_AttentionBackward") == (way == "kernels")
+        found[way] = [out.detach(), *torch.autograd.grad(out, (q, k, v), above.to(dtype))]
+    for way in ("kernels", "tiles"):
+        for mine, right in zip(found[way], found["right"], strict=True):
+            assert mine.shape == right.shape
+            assert off_by(mine, right) < 1e-2

@@ -4,11 +4,12 @@ The rows of a packed line are gathered into blocks of rows of about one length, 
 Where rows share their beginning, the shared tokens lie in the line once: their keys are gathered into every row that
 begins with them, and what the rows say about them is summed on the way back.
 
-It is entered through Transformers' `AttentionInterface` (`ops.interface`). Two things compute it. `ops.tiles` knows
+It is entered through Transformers' `AttentionInterface` (`ops.interface`). Three things compute it. `ops.tiles` knows
 everything: soft caps, dropout that can be made again, rows of any length in memory that grows with the length alone.
 PyTorch's own kernels are faster on a GPU, and on a CPU in fp32 (two to three times, forward and backward); in bf16 it
-is the tiles that are faster there, for PyTorch's backward is slow. `ops.kernels` is for a GPU and waits to be measured
-on one: it is taken where it is asked for (`by_kernels`).
+is the tiles that are faster there, for PyTorch's backward is slow, and where the CPU multiplies bf16 matrices itself,
+`ops.native.attention`, which gathers nothing. `ops.kernels` is for a GPU and waits to be measured on one: it is taken
+where it is asked for (`by_kernels`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor
 from afina.errors import ConfigError
 from afina.ops import tiles
 from afina.ops.gathers import copy, pick, unpick
+from afina.ops.native import attention as native
+from afina.ops.native import library
 from afina.ops.ranges import Ranges, ranges_of, shared_ranges
 from afina.ops.tiles import Rule
 from afina.types import Context, Layout, Places
@@ -35,6 +38,8 @@ def backend(device: torch.device, dtype: torch.dtype) -> str:
     """What computes attention, for the log."""
     if _kernels:
         return "afina's Triton kernels, which are unverified on a GPU"
+    if device.type == "cpu" and dtype == torch.bfloat16 and library() is not None:
+        return "afina's kernels in C++"
     mine = device.type == "cpu" and dtype != torch.float32
     return "afina's tiles" if mine else "PyTorch's scaled_dot_product_attention"
 
@@ -110,6 +115,9 @@ def rows_attention(
         return _padded(q_BHTD, k_BHTD, v_BHTD, context.segments_BT >= 0, rule)
     if _kernels and not softcap and not dropout:
         return _in_kernels(q_BHTD, k_BHTD, v_BHTD, context, layout, rule)
+    if not softcap and not dropout and native.knows(q_BHTD, k_BHTD):
+        how: dict[str, Any] = {"causal": causal, "scale": scaling, "window": window}
+        return native.attention(q_BHTD, k_BHTD, v_BHTD, layout.runs, **how)
     q_PHD = pick(_by_token(q_BHTD), layout.queries_P, layout.back_T)
     if layout.shared:
         k_QKD, v_QKD = (copy(_by_token(x), layout.keys_Q) for x in (k_BHTD, v_BHTD))

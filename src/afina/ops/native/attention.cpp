@@ -3,9 +3,9 @@
 //     S = scale Q K^T,  P = exp(S - L),  O = P V
 //     D = rowsum(dO O),  dS = P (dO V^T - D) scale,  dQ = dS K,  dK = dS^T Q,  dV = P^T dO
 //
-// A unit is a run and a key head: its keys are those of what comes before the run and its own. The queries of all heads
-// that share the keys are taken 32 at a time; their scores lie in the core's cache, and no key behind the last that one
-// of them sees is multiplied. Units are dealt out once and for all, so results do not depend on time.
+// A unit is a key head and queries of a run: its keys are those of what comes before the run and its own. The queries
+// of all heads that share the keys are taken 32 at a time; their scores lie in the core's cache, and no key behind the
+// last that one of them sees is multiplied. Units are dealt out once and for all, so results do not depend on time.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -27,18 +27,25 @@ struct Line {
   int64_t step;
 };
 
+const int64_t QUERIES = 512;  // of a head, that a unit has at most; a multiple of 32
+
 struct Unit {
-  int64_t run, head;
+  int64_t run, head, begin, end, keys;  // queries [begin, end) of the run, of all that its keys these
   double cost;
 };
 
 // Units of about equal cost for each thread: the dearest first, to whoever has least.
-std::vector<std::vector<Unit>> dealt(const Runs& runs, int64_t heads, int threads) {
+std::vector<std::vector<Unit>> dealt(const Runs& runs, int64_t heads, int threads, bool causal) {
   std::vector<Unit> units;
   for (int64_t r = 0; r < runs.count; r++) {
-    double keys = (double)runs.length[r] / 2 + 64;
-    for (int64_t p = runs.offset[r]; p < runs.offset[r + 1]; p++) keys += (double)runs.piece_length[p];
-    for (int64_t h = 0; h < heads; h++) units.push_back({r, h, keys * (double)(runs.length[r] + 32)});
+    int64_t before = 0;
+    for (int64_t p = runs.offset[r]; p < runs.offset[r + 1]; p++) before += runs.piece_length[p];
+    for (int64_t begin = 0; begin < runs.length[r]; begin += QUERIES) {
+      const int64_t end = std::min(begin + QUERIES, runs.length[r]), keys = before + (causal ? end : runs.length[r]);
+      const double each = causal ? (double)before + (double)(begin + end) / 2 : (double)keys;
+      for (int64_t h = 0; h < heads; h++)
+        units.push_back({r, h, begin, end, keys, (each + 64) * (double)(end - begin + 32)});
+    }
   }
   std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
   std::vector<std::vector<Unit>> found((size_t)threads);
@@ -70,16 +77,19 @@ thread_local Room<bf16> rooms16[10];
 thread_local Room<float> rooms32[4];
 
 // The rows of a unit's keys (or values) one after the other, zeros behind them.
-void gather(const Line& x, const Runs& runs, int64_t run, int64_t column, int64_t width, int64_t padded,
-            bf16* to) {
+void gather(const Line& x, const Runs& runs, const Unit& unit, int64_t width, int64_t padded, bf16* to) {
+  const int64_t run = unit.run, column = unit.head * width;
   const bf16* begin = to;
+  int64_t own = unit.keys;
   auto copy = [&](int64_t start, int64_t length) {
     for (int64_t t = start; t < start + length; t++, to += width)
       memcpy(to, x.at + t * x.step + column, (size_t)width * 2);
   };
-  for (int64_t p = runs.offset[run]; p < runs.offset[run + 1]; p++)
+  for (int64_t p = runs.offset[run]; p < runs.offset[run + 1]; p++) {
     copy(runs.piece_start[p], runs.piece_length[p]);
-  copy(runs.start[run], runs.length[run]);
+    own -= runs.piece_length[p];
+  }
+  copy(runs.start[run], own);
   memset(to, 0, (size_t)(padded * width - (to - begin)) * 2);
 }
 
@@ -132,31 +142,30 @@ void afina_attention_forward(const bf16* q, int64_t q_step, const bf16* k, int64
   const Line Q{q, q_step}, K{k, k_step}, V{v, v_step};
   const int64_t group = heads / key_heads;
   const int threads = omp_get_max_threads();
-  const auto units = dealt(runs, key_heads, threads);
+  const auto units = dealt(runs, key_heads, threads, causal != 0);
 #pragma omp parallel num_threads(threads)
   {
     shape_tiles(16, 16);
     alignas(64) float sums[32 * 32];
     for (int id = omp_get_thread_num(); id < threads; id += omp_get_num_threads())
       for (const Unit& unit : units[(size_t)id]) {
-        const int64_t r = unit.run, own = length[r];
+        const int64_t r = unit.run, keys = unit.keys, padded = (keys + 31) / 32 * 32;
         int64_t first = 0;
         for (int64_t p = offset[r]; p < offset[r + 1]; p++) first += piece_length[p];
-        const int64_t keys = first + own, padded = (keys + 31) / 32 * 32;
         const size_t size = (size_t)(padded * width);
         bf16* rows = rooms16[0].take(size);
         bf16* packed_k = rooms16[1].take(size);
         bf16* packed_v = rooms16[2].take(size);
-        gather(K, runs, r, unit.head * width, width, padded, rows);
+        gather(K, runs, unit, width, padded, rows);
         pack_all(rows, width, width, width, padded, padded, false, packed_k);
-        gather(V, runs, r, unit.head * width, width, padded, rows);
+        gather(V, runs, unit, width, padded, rows);
         pack_all(rows, width, padded, padded, width, width, true, packed_v);
         bf16* block = rooms16[3].take((size_t)(32 * width));
         float* scores = rooms32[0].take((size_t)(32 * padded));
         bf16* weights = rooms16[4].take((size_t)(32 * padded));
         for (int64_t head = unit.head * group; head < (unit.head + 1) * group; head++)
-          for (int64_t i0 = 0; i0 < own; i0 += 32) {
-            const int64_t here = std::min<int64_t>(32, own - i0);
+          for (int64_t i0 = unit.begin; i0 < unit.end; i0 += 32) {
+            const int64_t here = std::min<int64_t>(32, unit.end - i0);
             queries(Q, start[r] + i0, here, head * width, width, block);
             int64_t low, high, other;
             seen(first + i0, keys, causal, window, &low, &other);
@@ -231,7 +240,7 @@ void afina_attention_backward(const bf16* q, int64_t q_step, const bf16* k, int6
   const Line Q{q, q_step}, K{k, k_step}, V{v, v_step}, G{by_out, by_out_step};
   const int64_t group = heads / key_heads, all = tokens * key_heads * width;
   const int threads = (int)shares;  // `work` has room for so many
-  const auto units = dealt(runs, key_heads, threads);
+  const auto units = dealt(runs, key_heads, threads, causal != 0);
 #pragma omp parallel num_threads(threads)
   {
     shape_tiles(16, 16);
@@ -241,16 +250,15 @@ void afina_attention_backward(const bf16* q, int64_t q_step, const bf16* k, int6
       float* of_v = of_k + all;
       memset(of_k, 0, (size_t)(2 * all) * 4);
       for (const Unit& unit : units[(size_t)id]) {
-        const int64_t r = unit.run, own = length[r];
+        const int64_t r = unit.run, keys = unit.keys, padded = (keys + 31) / 32 * 32;
         int64_t first = 0;
         for (int64_t p = offset[r]; p < offset[r + 1]; p++) first += piece_length[p];
-        const int64_t keys = first + own, padded = (keys + 31) / 32 * 32;
         const size_t size = (size_t)(padded * width);
         bf16* rows_k = rooms16[0].take(size);
         bf16* rows_v = rooms16[1].take(size);
         bf16* k_inward = rooms16[2].take(size);  // K^T, as rows of A
-        gather(K, runs, r, unit.head * width, width, padded, rows_k);
-        gather(V, runs, r, unit.head * width, width, padded, rows_v);
+        gather(K, runs, unit, width, padded, rows_k);
+        gather(V, runs, unit, width, padded, rows_v);
         turn(rows_k, padded, width, k_inward);
         float* sum_k = rooms32[0].take(size);
         float* sum_v = rooms32[1].take(size);
@@ -264,8 +272,8 @@ void afina_attention_backward(const bf16* q, int64_t q_step, const bf16* k, int6
         bf16* slopes = rooms16[5].take((size_t)(32 * padded));   // dS^T: keys by queries
         bf16* slopes_packed = rooms16[6].take((size_t)(32 * padded));
         for (int64_t head = unit.head * group; head < (unit.head + 1) * group; head++)
-          for (int64_t i0 = 0; i0 < own; i0 += 32) {
-            const int64_t here = std::min<int64_t>(32, own - i0);
+          for (int64_t i0 = unit.begin; i0 < unit.end; i0 += 32) {
+            const int64_t here = std::min<int64_t>(32, unit.end - i0);
             queries(Q, start[r] + i0, here, head * width, width, block);
             queries(G, start[r] + i0, here, head * width, width, above);
             pack_all(block, width, width, width, 32, 32, false, q_across);
@@ -369,7 +377,7 @@ void afina_attention_backward(const bf16* q, int64_t q_step, const bf16* k, int6
             }
         };
         for (int64_t p = offset[r]; p < offset[r + 1]; p++) add(piece_start[p], piece_length[p]);
-        add(start[r], own);
+        add(start[r], keys - key);
       }
     }
     _tile_release();
