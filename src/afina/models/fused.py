@@ -1,8 +1,9 @@
 """Blocks that `ops.native.block` computes as one operation: which those are, and how they are called.
 
-A block is taken whole where its kind is known, its weights are frozen bf16 on a CPU with a matrix unit, and nothing
-acts inside it but low-rank paths beside its maps. This is asked at every call, so that a hook that comes later, or a
-technique that is switched off for a while, is seen. Everything else is computed as the model itself does.
+A block is taken whole where its kind is known, its weights are bf16 on a CPU with a matrix unit, and nothing acts
+inside it but low-rank paths beside its maps; its own weights may train or not. This is asked at every call, so that a
+hook that comes later, or a technique that is switched off for a while, is seen. Everything else is computed as the
+model itself does.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def block_of(module: nn.Module) -> Block:
     ]
     norms = [whole.input_layernorm, whole.post_attention_layernorm]
     for norm in norms:
-        _frozen(norm.weight)
+        _plain(norm.weight)
     width = int(attention.head_dim)
     _require(width % 32 == 0, f"its heads are {width} wide, not a multiple of 32")
     q, k, v, o, gate, up, down = maps
@@ -107,18 +108,17 @@ def _map(linear: nn.Module) -> Map:
     found = low_rank_path(linear)
     if isinstance(found, str):
         raise NotFused(found)
-    _frozen(linear.weight)
+    _plain(linear.weight)
     if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        _frozen(linear.bias)
+        _plain(linear.bias)
     _require(linear.weight.shape[0] % 32 == 0 and linear.weight.shape[1] % 32 == 0, "odd widths")
     a, b, scaling = found or (None, None, 0.0)
     return Map(linear.weight, linear.bias, a, b, scaling)
 
 
-def _frozen(weight: Tensor) -> None:
+def _plain(weight: Tensor) -> None:
     fit = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
     _require(fit, "its weights are not in bf16 on the CPU")
-    _require(not weight.requires_grad, "its own weights train")
     _require(type(weight) in (Tensor, nn.Parameter), "its weights are shared out")
 
 

@@ -4,9 +4,10 @@
     x' = x + attention(q, k, v) W_o
     y = x' + (silu(h' W_g) * h' W_u) W_d          with h' = norm(x')
 
-Each map may have a low-rank path beside it, W x + s B (A x), which trains; the rest is frozen. Kept for backward are x,
-q, k, v, the attention's result and its log-sum-exp, x', h' W_g, h' W_u, and r numbers a token for each path; norms and
-the gate's product are computed again. A product of a map and its path is one product, rounded once.
+Each map may have a low-rank path beside it, W x + s B (A x), which trains; of the block's own weights those train that
+ask for a gradient. Kept for backward are x, q, k, v, the attention's result and its log-sum-exp, x', h' W_g, h' W_u,
+and r numbers a token for each path; norms and the gate's product are computed again. A product of a map and its path is
+one product, rounded once.
 
 Legend: T tokens of a packed line, D width, I inner width, H heads, K key heads, R rank.
 
@@ -32,7 +33,7 @@ from afina.types import Runs
 
 @dataclass(frozen=True)
 class Map:
-    """A frozen map and the path beside it.
+    """A map and the path beside it.
 
     Attributes:
         weight_OI: bf16.
@@ -51,6 +52,13 @@ class Map:
     def out(self) -> int:
         """Width of its output."""
         return self.weight_OI.shape[0]
+
+    @property
+    def learnt(self) -> list[Tensor]:
+        """What trains: A and B where there is a path, then its own weights that ask for a gradient."""
+        path = [x for x in (self.a_RI, self.b_OR) if x is not None]
+        own = [x for x in (self.weight_OI, self.bias_O) if x is not None and x.requires_grad]
+        return path + own
 
 
 @dataclass(frozen=True)
@@ -86,9 +94,10 @@ class Block:
         return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
 
     @property
-    def paths(self) -> list[Tensor]:
-        """What trains: A and B of each map that has them."""
-        return [x for m in self.maps for x in (m.a_RI, m.b_OR) if x is not None]
+    def learnt(self) -> list[Tensor]:
+        """What trains: of each map, and the norms' weights."""
+        norms = (x for x in (self.first_norm_D, self.second_norm_D) if x.requires_grad)
+        return [*(x for m in self.maps for x in m.learnt), *norms]
 
 
 @dataclass(frozen=True)
@@ -101,17 +110,17 @@ class Line:
 
 
 def block(x_TD: Tensor, of: Block, line: Line) -> Tensor:
-    """The block's output (T, D) for the line `x_TD`, both bf16; differentiable in x and the paths."""
+    """The block's output (T, D) for the line `x_TD`, both bf16; differentiable in x and what trains."""
     function = cast("Callable[..., Tensor]", _Block.apply)  # pyright: ignore[reportUnknownMemberType]
-    paths = of.paths
-    differs = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, *paths))
-    return function(x_TD, of, line, differs, *paths)
+    learnt = of.learnt
+    differs = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, *learnt))
+    return function(x_TD, of, line, differs, *learnt)
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, of: Block, line: Line, differs: bool, *paths: Tensor
+        ctx: Any, x: Tensor, of: Block, line: Line, differs: bool, *learnt: Tensor
     ) -> Tensor:
         tokens = x.shape[0]
         h, rstd = _norm(x, of.first_norm_D, of.first_eps)
@@ -142,7 +151,7 @@ class _Block(torch.autograd.Function):
         ctx.of, ctx.line, ctx.lows = of, line, lows
         ctx.kept = (qkv, seen, middle, both)
         ctx.numbers = (logsum, rstd, second)
-        ctx.save_for_backward(x, *paths)
+        ctx.save_for_backward(x, *learnt)
         return y
 
     @staticmethod
@@ -177,6 +186,7 @@ class _Block(torch.autograd.Function):
         slopes[4] = _slopes([of.gate, of.up], [by_gate, by_up], lower, lows[4:6], h)
         by_h = rooms.take(*x.shape)
         _inward(by_h, [(of.gate, by_gate, lower[0]), (of.up, by_up, lower[1])])
+        norms = _norm_slope(by_h, middle, of.second_norm_D, second)
         by_middle = rooms.take(*x.shape)
         _norm_back(by_h, middle, of.second_norm_D, second, above, by_middle)
         rooms.give(by_product, by_both, product)
@@ -197,13 +207,15 @@ class _Block(torch.autograd.Function):
         _norm(x, of.first_norm_D, of.first_eps, h)
         slopes[0] = _slopes([of.q, of.k, of.v], parts, lower, lows[:3], h)
         by_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] or of.first_norm_D.requires_grad:
             _inward(by_h, list(zip((of.q, of.k, of.v), parts, lower, strict=True)))
+            norms = _norm_slope(by_h, x, of.first_norm_D, rstd) + norms
             by_x = torch.empty_like(x)
             _norm_back(by_h, x, of.first_norm_D, rstd, by_middle, by_x)
         rooms.give(h, by_h, by_middle, by_seen, by_qkv, *ctx.kept)
         ctx.kept = ctx.lows = None
-        return by_x, None, None, None, *(slope for at in sorted(slopes) for slope in slopes[at])
+        found = [slope for at in sorted(slopes) for slope in slopes[at]]
+        return by_x, None, None, None, *found, *norms
 
 
 def _columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
@@ -249,10 +261,8 @@ def _slopes(
     lows: Sequence[Tensor | None],
     x: Tensor,
 ) -> list[Tensor]:
-    """The gradients of A and B of some maps that share the input x, in the maps' order."""
+    """The gradients of what trains of some maps that share the input x, in the maps' order."""
     ranks = [0 if m.a_RI is None else m.a_RI.shape[0] for m in maps]
-    if not any(ranks):
-        return []
     tokens = padded(x.shape[0])
     turned = x.new_empty(sum(ranks), tokens)
     at = 0
@@ -260,7 +270,9 @@ def _slopes(
         if by_low is not None:
             _turn(by_low, turned[at : at + rank])
         at += rank
-    by_a = gemm(torch.empty(sum(ranks), x.shape[1]), part(turned, x, by_rows=True))
+    by_a = torch.empty(sum(ranks), x.shape[1])
+    if any(ranks):
+        gemm(by_a, part(turned, x, by_rows=True))
     found: list[Tensor] = []
     for rank, m, by_y, low, own in zip(ranks, maps, by_outs, lows, _rows(by_a, ranks), strict=True):
         if low is not None:
@@ -268,7 +280,31 @@ def _slopes(
             to = torch.empty(rank, m.out)
             by_b = gemm(to, part(turned[:rank], by_y, by_rows=True), alpha=m.scaling)
             found += [own, by_b.t()]
+        if m.weight_OI.requires_grad:
+            across = rooms.take(m.out, tokens)
+            _turn(by_y, across)
+            found.append(gemm(torch.empty_like(m.weight_OI), part(across, x, by_rows=True)))
+            rooms.give(across)
+        if m.bias_O is not None and m.bias_O.requires_grad:
+            found.append(_sums(m.bias_O, by_y, None, None))
     return found
+
+
+def _norm_slope(by_h: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> list[Tensor]:
+    """The gradient of a norm's weight, where it trains."""
+    return [_sums(weight, by_h, x, rstd)] if weight.requires_grad else []
+
+
+def _sums(like: Tensor, by_y: Tensor, x: Tensor | None, rstd: Tensor | None) -> Tensor:
+    """Sums over tokens of each column: of dy, or of dy times the normed x."""
+    to = torch.empty_like(like)
+    made = [native.address(v) for v in (x, rstd)]
+    kernel: Any = native.library()
+    kernel.afina_sums(
+        *(native.address(by_y), c_int64(by_y.stride(0)), *made),
+        *(c_int64(by_y.shape[0]), c_int64(by_y.shape[1]), native.address(to)),
+    )
+    return to
 
 
 def _turn(x_TC: Tensor, to_CT: Tensor) -> None:

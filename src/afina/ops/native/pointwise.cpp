@@ -4,6 +4,7 @@
 
 #include "exponent.h"
 #include "numbers.h"
+#include "transpose.h"
 
 extern "C" {
 
@@ -103,13 +104,44 @@ void afina_gate_back(const bf16* dm, const bf16* gate, const bf16* up, int64_t s
     }
 }
 
-// out[c][t] = x[t][c] for the first `columns` of x; from `tokens` to `padded` zeros.
+// out[c][t] = x[t][c] for the first `columns` of x, whose rows have as many up to a multiple of 16 or `step`; from
+// `tokens` to `padded`, a multiple of 32, zeros.
 void afina_turned(const bf16* x, int64_t step, int64_t tokens, int64_t columns, bf16* out, int64_t padded) {
 #pragma omp parallel for schedule(static)
-  for (int64_t c = 0; c < columns; c++) {
-    bf16* to = out + c * padded;
-    for (int64_t t = 0; t < tokens; t++) to[t] = x[t * step + c];
-    for (int64_t t = tokens; t < padded; t++) to[t] = 0;
+  for (int64_t c0 = 0; c0 < columns; c0 += 16) {
+    const int64_t here = columns - c0 < 16 ? columns - c0 : 16;
+    const __mmask16 mask = (__mmask16)((1u << here) - 1);
+    for (int64_t t0 = 0; t0 < padded; t0 += 32) {
+      __m512i pairs[16];  // sixteen columns of two tokens
+      for (int64_t i = 0; i < 16; i++) {
+        const int64_t t = t0 + 2 * i;
+        const __m256i none = _mm256_setzero_si256();
+        const __m256i one = t < tokens ? _mm256_maskz_loadu_epi16(mask, x + t * step + c0) : none;
+        const __m256i two = t + 1 < tokens ? _mm256_maskz_loadu_epi16(mask, x + (t + 1) * step + c0) : none;
+        pairs[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(one), _mm512_slli_epi32(_mm512_cvtepu16_epi32(two), 16));
+      }
+      transpose(pairs);
+      for (int64_t c = 0; c < here; c++) _mm512_storeu_si512(out + (c0 + c) * padded + t0, pairs[c]);
+    }
+  }
+}
+
+// out[c] = sum over t of dy[t][c], or with x of dy[t][c] times x[t][c] rstd[t], rounded as in `afina_norm`.
+void afina_sums(const bf16* dy, int64_t step, const bf16* x, const float* rstd, int64_t tokens, int64_t width,
+                bf16* out) {
+#pragma omp parallel for schedule(static)
+  for (int64_t c = 0; c < width; c += 16) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t t = 0; t < tokens; t++) {
+      __m512 v = load16(dy + t * step + c);
+      if (x) {
+        bf16 rounded[16];
+        store16(rounded, _mm512_mul_ps(load16(x + t * width + c), _mm512_set1_ps(rstd[t])));
+        v = _mm512_mul_ps(v, load16(rounded));
+      }
+      sum = _mm512_add_ps(sum, v);
+    }
+    store16(out + c, sum);
   }
 }
 
