@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from textwrap import dedent
 from types import ModuleType
 from typing import Annotated
 
@@ -219,3 +220,29 @@ def test_a_closed_pipe_ends_quietly(words: list[str]) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["no-such-verb"], 2)])
+@pytest.mark.parametrize("processes", ["", "1", "2"])
+def test_one_of_several_processes_does_not_take_the_interpreter_down(
+    processes: str, words: list[str], status: int
+) -> None:
+    """What is to be done at exit is done, all is said, and the status is that of `main`."""
+    lines = """
+    import atexit, runpy, sys
+    class Last:
+        def __del__(self, write=sys.__stderr__.write): write("taken down")
+    last = Last()
+    atexit.register(print, "at exit")
+    runpy.run_module("afina.cli", run_name="__main__")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(lines), *words],
+        env={**os.environ, "WORLD_SIZE": processes},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status
+    assert done.stdout.endswith("at exit\n")
+    assert ("afina" in done.stdout) == (status == 0)
+    assert ("taken down" in done.stderr) == (processes != "2")

@@ -37,7 +37,8 @@ WAIT_S = 240
 
 HOW = (
     "--rank", "2", "--rows-per-step", "4", "--lr", "1e-2",
-    "--set", "train.micro_rows=2", "--set", "train.compile=false", "--set", "train.optimizer=sgd",
+    "--set", "train.micro_rows=2", "--set", "train.dtype=fp32", "--set", "train.compile=false",
+    "--set", "train.optimizer=sgd",
     "--set", "train.schedule=constant", "--set", "train.warmup_steps=0",
 )  # fmt: skip
 LONG = ("--steps", "100000", "--set", "train.save_every=5", "--set", "parallel.timeout_s=8")

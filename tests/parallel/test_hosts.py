@@ -29,7 +29,8 @@ WAIT_S = 400
 
 HOW = (
     "--rank", "2", "--rows-per-step", "4", "--steps", "3", "--lr", "1e-2",
-    "--set", "train.micro_rows=2", "--set", "train.compile=false", "--set", "train.optimizer=sgd",
+    "--set", "train.micro_rows=2", "--set", "train.dtype=fp32", "--set", "train.compile=false",
+    "--set", "train.optimizer=sgd",
 )  # fmt: skip
 
 
