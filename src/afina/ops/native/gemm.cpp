@@ -13,7 +13,9 @@
 
 namespace {
 
-const int64_t CACHED = 640 * 1024 / 2;  // numbers of A that stay in a core's cache beside packed panels
+// Numbers of A that are gone through with one panel after the other: few where all of a thread's packed panels stay in
+// its core's cache, which they stream from; else many, for then each panel should come by rarely.
+const int64_t FEW = 24 * 1024, MANY = 320 * 1024, CACHED = 512 * 1024;
 
 struct Out {
   void* c;
@@ -66,15 +68,17 @@ extern "C" void afina_gemm(int64_t m, int64_t n, const Part* parts, int64_t coun
       alignas(64) float sums[32 * PANEL];
       const int64_t low = first / cuts, high = (last - 1) / cuts + 1, size = depth * PANEL;
       bf16* packed = packed_of_thread.room((size_t)((high - low) * size));
-      for (int64_t panel = low; panel < high; panel++) {
-        bf16* to = packed + (panel - low) * size;
-        for (int64_t i = 0; i < count; i++) {
-          pack(parts[i], panel * PANEL, to);
-          to += parts[i].k * PANEL;
-        }
+      bf16* to = packed;
+      for (int64_t i = 0; i < count; to += parts[i].k * PANEL, i++) {
+        if (parts[i].by_rows)
+          pack_rows(parts[i], low, high, size, to);
+        else
+          for (int64_t panel = low; panel < high; panel++)
+            pack(parts[i], panel * PANEL, to + (panel - low) * size);
       }
       int first_rows = 0, second_rows = 0;
-      const int64_t together = std::max<int64_t>(1, CACHED / std::max<int64_t>(depth, 1) / 32);
+      const int64_t numbers = (high - low) * size <= CACHED ? FEW : MANY;
+      const int64_t together = std::max<int64_t>(1, numbers / std::max<int64_t>(depth, 1) / 32);
       for (int64_t start = 0; start < blocks; start += together) {
         const int64_t stop = std::min(blocks, start + together);
         for (int64_t panel = low; panel < high; panel++) {

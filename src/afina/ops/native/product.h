@@ -52,35 +52,44 @@ inline __m512i read32(const Part& p, int64_t at, int64_t count) {
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-// One panel of a part: for each 32 of K two tiles of 16 columns, rows of which are pairs along K.
-static inline void pack(const Part& p, int64_t n0, bf16* to) {
-  for (int64_t k0 = 0; k0 < p.k; k0 += 32) {
-    if (p.by_rows) {
-      for (int64_t pair = 0; pair < 16; pair++) {
-        const int64_t k = k0 + 2 * pair, columns = p.n_real - n0;
-        const __m512i one = read32(p, k * p.b_step + n0, k < p.k_real ? columns : 0);
-        const __m512i two = read32(p, (k + 1) * p.b_step + n0, k + 1 < p.k_real ? columns : 0);
-        for (int j = 0; j < 2; j++) {
-          const __m256i low = j ? _mm512_extracti64x4_epi64(one, 1) : _mm512_castsi512_si256(one);
-          const __m256i high = j ? _mm512_extracti64x4_epi64(two, 1) : _mm512_castsi512_si256(two);
-          const __m512i both =
-              _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-          _mm512_store_si512(to + j * TILE + pair * 32, both);
-        }
-      }
-    } else {
+// 32 of K of one panel: two tiles of 16 columns, rows of which are pairs along K.
+static inline void pack_step(const Part& p, int64_t n0, int64_t k0, bf16* to) {
+  if (p.by_rows) {
+    for (int64_t pair = 0; pair < 16; pair++) {
+      const int64_t k = k0 + 2 * pair, columns = p.n_real - n0;
+      const __m512i one = read32(p, k * p.b_step + n0, k < p.k_real ? columns : 0);
+      const __m512i two = read32(p, (k + 1) * p.b_step + n0, k + 1 < p.k_real ? columns : 0);
       for (int j = 0; j < 2; j++) {
-        __m512i rows[16];
-        for (int i = 0; i < 16; i++) {
-          const int64_t n = n0 + 16 * j + i;
-          rows[i] = read32(p, n * p.b_step + k0, n < p.n_real ? p.k_real - k0 : 0);
-        }
-        transpose(rows);
-        for (int i = 0; i < 16; i++) _mm512_store_si512(to + j * TILE + i * 32, rows[i]);
+        const __m256i low = j ? _mm512_extracti64x4_epi64(one, 1) : _mm512_castsi512_si256(one);
+        const __m256i high = j ? _mm512_extracti64x4_epi64(two, 1) : _mm512_castsi512_si256(two);
+        const __m512i both =
+            _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+        _mm512_store_si512(to + j * TILE + pair * 32, both);
       }
     }
-    to += 2 * TILE;
+    return;
   }
+  for (int j = 0; j < 2; j++) {
+    __m512i rows[16];
+    for (int i = 0; i < 16; i++) {
+      const int64_t n = n0 + 16 * j + i;
+      rows[i] = read32(p, n * p.b_step + k0, n < p.n_real ? p.k_real - k0 : 0);
+    }
+    transpose(rows);
+    for (int i = 0; i < 16; i++) _mm512_store_si512(to + j * TILE + i * 32, rows[i]);
+  }
+}
+
+// One panel of a part.
+static inline void pack(const Part& p, int64_t n0, bf16* to) {
+  for (int64_t k0 = 0; k0 < p.k; k0 += 32, to += 2 * TILE) pack_step(p, n0, k0, to);
+}
+
+// Some panels of a part, `apart` numbers from one another; each row of B is read in one go.
+static inline void pack_rows(const Part& p, int64_t first, int64_t last, int64_t apart, bf16* to) {
+  for (int64_t k0 = 0; k0 < p.k; k0 += 32, to += 2 * TILE)
+    for (int64_t panel = first; panel < last; panel++)
+      pack_step(p, panel * PANEL, k0, to + (panel - first) * apart);
 }
 
 template <bool TWO>
