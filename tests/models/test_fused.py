@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.ops import native
 from afina.train.passes import passes_of
+from afina.train.report import Lines
 from afina.tree import Edit
 from afina.types import Row
+from tests.train import kit
 
 needs_kernels = pytest.mark.skipif(
     native.library() is None, reason=f"no kernels here: {native.missing()}"
@@ -155,6 +159,33 @@ def test_what_is_not_taken() -> None:
     edit.undo()
     model.float()
     assert fused.reason(block) == "its weights are not in bf16 on the CPU"
+
+
+@needs_kernels
+def test_a_run_without_them(tmp_path: Path) -> None:
+    """`train.kernels=false`: the log says nothing of them, the numbers are near, and a resumed run tells of it."""
+    said, weights = {True: io.StringIO(), False: io.StringIO()}, {}
+
+    def trained(kernels: bool, out: str, steps: int, resume: bool = False) -> Any:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "vocab_size": 260})).to(torch.bfloat16)
+        options = {"reporter": Lines(said[kernels]), "resume": resume, "allow_changes": resume}
+        how = {"steps": steps, "kernels": kernels, "micro_rows": 4, "save_every": 2}
+        return kit.run(tmp_path / out, model=model, options=options, **how)
+
+    for kernels in (True, False):
+        weights[kernels] = kit.weights(trained(kernels, str(kernels), 2))
+    words = "each block is computed as one operation"
+    assert words in said[True].getvalue()
+    assert words not in said[False].getvalue()
+    assert "kernels in C++" not in said[False].getvalue()
+    assert not kit.same(weights[True], weights[False])
+    apart = [(weights[True][n] - w).norm() / w.norm() for n, w in weights[False].items()]
+    assert max(apart) < 0.2
+    said[False].truncate(0)
+    trained(False, "True", 4, resume=True)
+    assert "kernels: True then, False now" in said[False].getvalue()
+    assert words not in said[False].getvalue()
 
 
 def test_without_kernels_the_reason_is_said() -> None:

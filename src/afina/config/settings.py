@@ -136,6 +136,10 @@ class TrainSettings(Settings):
         default="auto",
         description="what computes attention in training; triton: afina's own kernels, unverified on a GPU so far",
     )
+    kernels: bool = Field(
+        default=True,
+        description="train with afina's kernels in C++ where the CPU multiplies bf16 itself (AMX), or without",
+    )
     recompute: bool | Count | Literal["selective"] = Field(
         default=False,
         description="compute blocks again in backward instead of keeping what they hold: all, every n-th, or "

@@ -13,7 +13,7 @@ import torch
 from afina.errors import AfinaError, counted, lasting
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
-from afina.ops import attention
+from afina.ops import attention, native
 from afina.parallel.runtime import OneProcess
 from afina.reports.trial import Trial, untouched, without
 from afina.train import micro, plan
@@ -82,7 +82,8 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
         by_kernels = attention.by_kernels(trial.device, wanted=wanted)
         place_of(trial.edit, trial.plan, trial.seams)
         packed = packing(trial.model, trial.packed)
-        with threads(trial.settings.threads), kept, packed, by_kernels, again:
+        plain = native.off(wanted=not trial.settings.kernels)
+        with threads(trial.settings.threads), kept, plain, packed, by_kernels, again:
             trial.model.train()
             tokens, why = trial.micro_tokens()
             steps = list(islice(loop(_work(trial, tokens), trial.windows()), AUDITED_STEPS))

@@ -20,7 +20,7 @@ from afina.errors import counted
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.models.offload import offloaded, refuse_idle_offload
-from afina.ops import attention
+from afina.ops import attention, native
 from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import OneProcess
 from afina.parallel.together import patiently, together
@@ -303,7 +303,9 @@ class Job:
         return State(
             step=0,
             total_steps=self.total_steps,
-            machine=Machine.here(self.model, compiled=self._compiled(start)),
+            machine=Machine.here(
+                self.model, compiled=self._compiled(start), kernels=self.settings.kernels
+            ),
             settings=recorded(self.settings, self.edit, more),
         )
 
@@ -343,7 +345,8 @@ class Job:
             self._device(), wanted=self.settings.attention == "triton"
         )
         offload = offloaded(self.model, self._device(), wanted=self.settings.offload_activations)
-        with packing(self.model, packed), by_kernels, self.blocks.running(), offload:
+        plain = native.off(wanted=not self.settings.kernels)
+        with plain, packing(self.model, packed), by_kernels, self.blocks.running(), offload:
             self.model.train()
             try:
                 passes, why = self._passes()

@@ -17,6 +17,7 @@ from afina.adapters.card import Record
 from afina.adapters.fingerprint import same_base
 from afina.config import TrainSettings
 from afina.errors import RunError, counted
+from afina.ops import native
 from afina.parallel.plan import Plan
 from afina.train import ways
 from afina.tree import Edit
@@ -36,9 +37,9 @@ OF_THE_MACHINE = ("train.device", "train.dtype", "train.threads", "train.compile
 
 HARMLESS = (
     "train.save_every", "train.keep_last", "train.save_async", "train.tensorboard", "train.step_in_backward",
-    "train.offload_activations",
+    "train.offload_activations", "train.kernels",
 )  # fmt: skip
-"""Settings that change nothing of what is learnt or kept in the end."""
+"""Settings that change nothing of what is learnt or kept in the end but its last bits."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Machine:
         compiled: whether the blocks run as compiled graphs, whose last bits differ; None before it is decided.
         torch, transformers: versions.
         cpu: the instructions that torch's kernels were chosen for.
+        kernels: whether afina's kernels in C++ take part.
     """
 
     device: str
@@ -61,10 +63,19 @@ class Machine:
     torch: str
     transformers: str
     cpu: str
+    kernels: bool = False
 
     @classmethod
-    def here(cls, model: nn.Module, *, compiled: bool | None = None) -> Machine:
-        """As it is now."""
+    def here(
+        cls, model: nn.Module, *, compiled: bool | None = None, kernels: bool = True
+    ) -> Machine:
+        """As it is now.
+
+        Args:
+            model: to be trained.
+            compiled: see above.
+            kernels: whether they are wanted where they can be had.
+        """
         import transformers
 
         parameter = next(model.parameters())
@@ -76,6 +87,7 @@ class Machine:
             torch=torch.__version__,
             transformers=transformers.__version__,
             cpu=torch.backends.cpu.get_cpu_capability(),
+            kernels=kernels and native.serves(parameter),
         )
 
 
@@ -234,7 +246,7 @@ def roundings(then: State, now: State) -> list[Difference]:
     """What may change the last bits of a number, and nothing else: versions, processors and how many processes."""
     pairs = [
         Difference(name, getattr(then.machine, name, None), getattr(now.machine, name, None))
-        for name in ("torch", "transformers", "cpu")
+        for name in ("torch", "transformers", "cpu", "kernels")
     ]
     return [*(pair for pair in pairs if pair.then != pair.now), *spread(then, now)]
 

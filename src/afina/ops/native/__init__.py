@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
@@ -37,11 +38,20 @@ def missing() -> str | None:
     return _found()[1] if _wanted else "switched off"
 
 
+def serves(x: Tensor) -> bool:
+    """Whether there are kernels for numbers like these."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and library() is not None
+
+
 @contextmanager
-def off() -> Generator[None, None, None]:
-    """Inside the block there are no kernels: everything goes through their twins in torch."""
+def off(*, wanted: bool = True) -> Generator[None, None, None]:
+    """Inside the block there are no kernels: everything goes through their twins in torch.
+
+    Args:
+        wanted: False changes nothing.
+    """
     global _wanted
-    before, _wanted = _wanted, False
+    before, _wanted = _wanted, _wanted and not wanted
     try:
         yield
     finally:
