@@ -56,7 +56,10 @@ def test_products_in_parts(tokens: int, wide: int, out: int, rank: int) -> None:
     turned = torch.zeros(rank, padded(tokens), dtype=BF16)
     turned[:, :tokens] = low[:, :rank].t()
     slope = gemm(torch.empty(rank, wide), part(turned, x, by_rows=True), alpha=2.0)
-    assert off_by(slope, 2 * low[:, :rank].double().t() @ x.double()) < 1e-6
+    wanted = 2 * low[:, :rank].double().t() @ x.double()
+    assert off_by(slope, wanted) < 1e-6
+    gemm(slope, part(turned, x, by_rows=True), alpha=4.0, more=True)
+    assert off_by(slope, 3 * wanted) < 1e-6
 
 
 def by_definition(

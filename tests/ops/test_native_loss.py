@@ -13,6 +13,7 @@ from torch import Tensor
 from afina.ops import native
 from afina.ops.loss import linear_cross_entropy
 from afina.ops.native import loss as kernel
+from afina.ops.native.rooms import STEP, rooms
 from afina.types import IGNORE
 from tests.ops.test_loss import reference
 from tests.ops.test_tiles_memory import Ledger
@@ -202,10 +203,11 @@ def test_nothing_is_held_beside_the_products() -> None:
     assert hidden is not None
     assert weight is not None
     most: dict[bool, int] = {}
+    rooms.clear()
     for switched in (True, False):
         leaf = hidden.clone().requires_grad_()
         with nullcontext() if switched else native.off(), Ledger() as ledger:
             linear_cross_entropy(leaf, weight, targets).sum().backward()
         most[switched] = ledger.most - 2 * weight.numel()  # the head, seen as its transpose
-    assert piece <= most[True] < 1.1 * piece
+    assert piece <= most[True] < 1.1 * piece + 2 * STEP  # rooms are rounded up
     assert most[False] >= 3 * piece  # the control: its twin in torch has fp32 beside them

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from afina.ops.native import loss as native
+from afina.ops.native.rooms import rooms
 from afina.types import IGNORE
 
 
@@ -149,8 +150,14 @@ class _Room:
         vocabulary = weight_VD.shape[0]
         self.pieces = head.pieces(hidden_ND.shape[0], vocabulary * wide.itemsize)
         most = max((part.stop - part.start for part in self.pieces), default=0)
-        self.narrow = weight_VD.new_empty(most, vocabulary)
+        fresh = rooms.take if self.native else weight_VD.new_empty
+        self.narrow = fresh(most, vocabulary)
         self.wide = self.narrow if narrow == wide else torch.empty_like(self.narrow, dtype=wide)
+
+    def leave(self) -> None:
+        """Gives the memory back, for the next pass; nothing may be asked of it any more."""
+        if self.native and self.pieces:
+            rooms.give(self.narrow)
 
     def losses(
         self, hidden_CD: Tensor, targets_C: Tensor, *, slopes: bool
@@ -182,6 +189,13 @@ class _Room:
         slope_CV = _slope_(logits_CV, total_C1, targets_C, bend_CV, self.head.part)
         slope_CV.mul_(above_C[:, None])
         return self._narrowed(slope_CV), slope_CV
+
+    def inward(self, slope_CV: Tensor, to_CD: Tensor) -> None:
+        """Writes the slopes of the hidden states."""
+        if self.native:
+            native.inward(slope_CV, self.weight_VD, to_CD)
+        else:
+            torch.mm(slope_CV, self.weight_VD, out=to_CD)
 
     def _products(self, hidden_CD: Tensor) -> Tensor:
         return torch.mm(hidden_CD, self.weight_VD.t(), out=self.narrow[: hidden_CD.shape[0]])
@@ -224,7 +238,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in room.pieces:
             losses_N[part], slope_CV = room.losses(hidden_ND[part], targets_N[part], slopes=ahead)
             if gradient_ND is not None and slope_CV is not None:
-                torch.mm(slope_CV, weight_VD, out=gradient_ND[part])
+                room.inward(slope_CV, gradient_ND[part])
+        room.leave()
         ctx.head = head
         ctx.ahead = ahead
         if gradient_ND is not None:
@@ -251,9 +266,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if by_bias is not None:
                 by_bias += slope_CV.sum(0)
             if by_hidden is not None:
-                torch.mm(narrow_CV, weight_VD, out=by_hidden[part])
+                room.inward(narrow_CV, by_hidden[part])
             if by_weight is not None:
                 by_weight += narrow_CV.t() @ hidden_ND[part]
+        room.leave()
         return (
             by_hidden,
             None if by_weight is None else by_weight.to(weight_VD.dtype),

@@ -1,4 +1,5 @@
-// C = alpha * (sum over parts of A B) + bias + residual, in the CPU's matrix unit, sums in fp32 and rounded once.
+// C = alpha * (sum over parts of A B) + bias + residual, in the CPU's matrix unit, sums in fp32 and rounded once; or C +=
+// that, where C is fp32.
 //
 // What stands beside one another in a model is one product here: a frozen map and the low-rank path at its side, or
 // the gradients that several maps give back to the input they share. A part's B is packed in pairs of rows as it is
@@ -20,7 +21,7 @@ const int64_t FEW = 24 * 1024, MANY = 320 * 1024, CACHED = 512 * 1024;
 struct Out {
   void* c;
   int64_t step;
-  bool wide;
+  bool wide, more;  // fp32; added to what is there
   float alpha;
   const bf16* bias;
   const bf16* residual;
@@ -37,9 +38,12 @@ void finish(const Out& out, const float* sums, int64_t m0, int64_t rows, int64_t
       const int64_t row = m0 + m;
       if (out.residual)
         x = _mm512_add_ps(x, load_n(out.residual + row * out.residual_step + n0 + n, here));
-      if (out.wide)
-        _mm512_mask_storeu_ps((float*)out.c + row * out.step + n0 + n, (__mmask16)((1u << here) - 1), x);
-      else
+      if (out.wide) {
+        float* at = (float*)out.c + row * out.step + n0 + n;
+        const __mmask16 mask = (__mmask16)((1u << here) - 1);
+        if (out.more) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, at));
+        _mm512_mask_storeu_ps(at, mask, x);
+      } else
         store_n((bf16*)out.c + row * out.step + n0 + n, x, here);
     }
   }
@@ -48,10 +52,10 @@ void finish(const Out& out, const float* sums, int64_t m0, int64_t rows, int64_t
 }  // namespace
 
 extern "C" void afina_gemm(int64_t m, int64_t n, const Part* parts, int64_t count, void* c,
-                           int64_t c_step, int64_t c_wide, double alpha, const bf16* bias,
+                           int64_t c_step, int64_t c_wide, int64_t more, double alpha, const bf16* bias,
                            const bf16* residual, int64_t residual_step) {
   if (m <= 0 || n <= 0) return;
-  const Out out{c, c_step, c_wide != 0, (float)alpha, bias, residual, residual_step};
+  const Out out{c, c_step, c_wide != 0, more != 0, (float)alpha, bias, residual, residual_step};
   const int64_t panels = (n + PANEL - 1) / PANEL;
   int64_t depth = 0;
   for (int64_t i = 0; i < count; i++) depth += parts[i].k;

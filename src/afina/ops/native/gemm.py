@@ -62,6 +62,7 @@ def gemm(
     alpha: float = 1.0,
     bias_N: Tensor | None = None,
     residual_MN: Tensor | None = None,
+    more: bool = False,
 ) -> Tensor:
     """out = alpha · (sum of the parts) + bias + residual.
 
@@ -71,6 +72,7 @@ def gemm(
         alpha: see above.
         bias_N: bf16.
         residual_MN: bf16; may be `out_MN` itself.
+        more: it is added to `out_MN`, which is fp32.
     """
     found: Any = native.library()
     found.afina_gemm(
@@ -81,6 +83,7 @@ def gemm(
         c_void_p(out_MN.data_ptr()),
         c_int64(out_MN.stride(0)),
         c_int64(out_MN.dtype == torch.float32),
+        c_int64(more),
         c_double(alpha),
         native.address(bias_N),
         native.address(residual_MN),

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from afina.ops import native
+from afina.ops.native.gemm import gemm, part
+from afina.ops.native.rooms import wide_rooms
 from afina.types import IGNORE
+
+IDS = 1024
+"""Of the vocabulary at a time, a multiple of 32."""
 
 
 def takes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -24,6 +29,21 @@ def takes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or bias.dtype in (torch.bfloat16, torch.float32))
         and native.library() is not None
     )
+
+
+def inward(slopes_CV: Tensor, weight_VD: Tensor, to_CD: Tensor) -> None:
+    """Writes the slopes by the head, (C, D): the vocabulary some ids at a time, so that they stay near the core."""
+    vocabulary = weight_VD.shape[0]
+    if vocabulary % 32 or not weight_VD.is_contiguous():
+        torch.mm(slopes_CV, weight_VD, out=to_CD)
+        return
+    sums_CD = wide_rooms.take(*to_CD.shape)
+    for first in range(0, vocabulary, IDS):
+        some = slice(first, min(first + IDS, vocabulary))
+        piece = part(slopes_CV[:, some], weight_VD[some], by_rows=True)
+        gemm(sums_CD, piece, more=first > 0)
+    to_CD.copy_(sums_CD)
+    wide_rooms.give(sums_CD)
 
 
 def losses_(
