@@ -2,7 +2,8 @@
 
 They are those of the frozen linears of the blocks, forward and backward to their inputs, over all tokens of the step in
 one line, and those of the head, forward and backward, over the positions that are trained. They are made by
-`torch.mm` with the model's own weights, in its format, into memory that is there already.
+`torch.mm` with the model's own weights, in its format, into memory that is there from the beginning: what the products
+took and gave back after each step would have to be mapped again in the next.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Floor:
         self, weights: Sequence[Tensor], head: Tensor, sizes: Sequence[tuple[int, int]]
     ) -> None:
         self.weights, self.head, self.sizes = weights, head, sizes
+        most = [max(each) for each in zip(*sizes, strict=True)]
+        self.products = {weight.shape: _Products(weight, most[0]) for weight in weights}
+        self.of_head = _Products(head, most[1])
         self.floor_s: list[float] = []
         self.step_s: list[float] = []
         self.before_s = now_s()
@@ -41,16 +45,13 @@ class Floor:
         """Notes what the step took since the last products, and makes its own."""
         self.step_s.append(now_s() - self.before_s)
         tokens, trained = self.sizes[step]
+        took: list[float] = []
         with torch.no_grad():
-            blocks = [_Products(weight, tokens) for weight in self._shapes()]
-            rooms = {each.shape: each for each in blocks}
-            rooms_head = _Products(self.head, trained)
-            took: list[float] = []
             for _ in range(TIMES):
                 began = now_s()
                 for weight in self.weights:
-                    rooms[weight.shape].multiply(weight)
-                rooms_head.multiply(self.head)
+                    self.products[weight.shape].multiply(weight, tokens)
+                self.of_head.multiply(self.head, trained)
                 took.append(now_s() - began)
         self.floor_s.append(statistics.median(took))
         self.before_s = now_s()
@@ -59,24 +60,20 @@ class Floor:
         """Seconds of each step, and of its products."""
         return {"step_s": self.step_s, "floor_s": self.floor_s}
 
-    def _shapes(self) -> list[Tensor]:
-        """A weight of each shape."""
-        return list({weight.shape: weight for weight in self.weights}.values())
-
 
 class _Products:
-    """Input, output and their gradients of linears of one shape."""
+    """Input, output and their gradients of linears of one shape, for so many tokens at most."""
 
     def __init__(self, weight: Tensor, tokens: int) -> None:
-        self.shape = weight.shape
         out, width = weight.shape
         self.x = torch.randn(tokens, width, dtype=weight.dtype)
         self.y = torch.randn(tokens, out, dtype=weight.dtype)
         self.z, self.dx = torch.zeros_like(self.y), torch.zeros_like(self.x)
 
-    def multiply(self, weight: Tensor) -> None:
-        torch.mm(self.x, weight.t(), out=self.z)
-        torch.mm(self.y, weight, out=self.dx)
+    def multiply(self, weight: Tensor, tokens: int) -> None:
+        """Forward and backward of so many tokens."""
+        torch.mm(self.x[:tokens], weight.t(), out=self.z[:tokens])
+        torch.mm(self.y[:tokens], weight, out=self.dx[:tokens])
 
 
 def floor_of(model: Any, sizes: Sequence[tuple[int, int]]) -> Floor:
