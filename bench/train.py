@@ -19,8 +19,9 @@ program for all.
 The peer runs with two settings. *usual*: what most people write; weights in bf16 (fp32 on a CPU that has no fast bf16,
 where bf16 is several times slower), PEFT's default fp32 adapter weights, sdpa attention. *expert*: the fastest found:
 adapter weights in the base's format, eager attention, blocks compiled, batches grouped by length and padded to
-multiples of 32, freed memory kept by the process. Quality runs keep the batches equal instead of grouping them, and
-accumulate the gradient over micro-batches, which changes memory and speed but not what is computed.
+multiples of 32, freed memory kept by the process, micro-batches halved where rows are so long that a step would not fit
+in 24 GiB. Quality runs keep the batches equal instead of grouping them, and accumulate the gradient over micro-batches,
+which changes memory and speed but not what is computed.
 
 TRL and LLaMA-Factory stand beside too, near their defaults, where they are installed: each in an environment of its own
 in WORK/peers (`--peers`). For one that is not there the line that installs it is printed.

@@ -20,6 +20,8 @@ from .rows import Rows, write_rows
 from .variants import Variant, Windows
 
 PEER = "Trainer + PEFT"
+PAIRS = 4_000_000
+"""Pairs of tokens of a pass: with 5 million, eager attention of 30 layers asked for more than 24 GiB."""
 
 
 def peers_folder(options: argparse.Namespace) -> Path:
@@ -69,6 +71,13 @@ class SideBySide:
         """The windows with as many of them as the command line asks for."""
         return replace(size, count=self.options.rounds or size.count)
 
+    def micro(self, batch: int, *, eager: bool) -> int:
+        """Rows of a peer's pass: all of a step, halved until eager attention over the longest rows fits in memory."""
+        longest = max((len(ids) for ids, _ in self.rows.train), default=0)
+        while eager and batch > 1 and batch * longest**2 > PAIRS:
+            batch = -(-batch // 2)
+        return batch
+
     def job(
         self, variant: Variant, seed: int, steps: int, warm: int, batch: int, **more: Any
     ) -> Job:
@@ -84,7 +93,7 @@ class SideBySide:
         """
         knobs = dict(variant.knobs)
         if variant.tool != "afina":
-            knobs.setdefault("micro", batch)
+            knobs.setdefault("micro", self.micro(batch, eager=knobs.get("attention") == "eager"))
         return Job(
             variant.tool,
             variant.setting,

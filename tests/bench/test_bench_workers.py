@@ -86,6 +86,17 @@ def test_both_tools_begin_at_the_same_loss_and_answers_are_scored(
     assert found["peer"][2] < found["peer"][0]
 
 
+def test_long_rows_go_through_an_eager_peer_in_halves(tmp_path: Path, model: Path) -> None:
+    """Of rows as long as this, 16 do not fit: afina finds its own way, and sdpa holds no pairs."""
+    row = ([1] * 570, [1] * 570)
+    at = side(tmp_path, model, Rows("long", [row], []))
+    usual, ours, expert = variants(fast_bf16=True)
+    knobs = [at.job(each, 0, 3, 1, 16).knobs for each in (usual, ours, expert)]
+    assert [each.get("micro") for each in knobs] == [16, None, 8]
+    assert at.micro(16, eager=True) == 8
+    assert side(tmp_path, model, Rows("long", [row], [])).micro(4, eager=True) == 4
+
+
 def test_micro_batches_do_not_change_what_the_peer_computes(
     tmp_path: Path, model: Path, rows: Rows
 ) -> None:
