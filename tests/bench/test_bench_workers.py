@@ -94,7 +94,7 @@ def test_long_rows_go_through_an_eager_peer_in_halves(tmp_path: Path, model: Pat
     knobs = [at.job(each, 0, 3, 1, 16).knobs for each in (usual, ours, expert)]
     assert [each.get("micro") for each in knobs] == [16, None, 8]
     assert at.micro(16, eager=True) == 8
-    assert side(tmp_path, model, Rows("long", [row], [])).micro(4, eager=True) == 4
+    assert at.micro(4, eager=True) == 4
 
 
 def test_micro_batches_do_not_change_what_the_peer_computes(
