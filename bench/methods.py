@@ -12,6 +12,8 @@ FOLDER holds `train.jsonl` and `test.jsonl`; without it the demo's generated req
 *Quality*: each method trains at two learning rates on equal rows in equal steps, seed 0, linear to 0 without warm-up;
 the rate with the better score on the test rows is shown. Once all are there, the best six run again with seed 1. A new
 head learns at one rate beside every method, which is as much higher as it has to learn more.
+SmolLM2's frozen weights are in bf16, which wants a CPU that multiplies it itself, and MiniLM's in fp32. What trains is
+fp32, or has a master in it.
 *Cost*: a few steps of each method take turns with LoRA's, each in a process of its own, on one thread: processor time
 of the median step and the most memory that the process held, both as ratios to LoRA's.
 
@@ -54,7 +56,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", action="append", choices=tuple(METHODS), help="this method (may be repeated)")
     add("--part", choices=("quality", "cost"), help="leave the other part out")
     add("--cached", action="store_true", help="run nothing; take what is there")
-    add("--dtype", default="fp32", help="of the frozen weights")
     add("--threads", type=int, default=cores(), help="CPU threads of quality runs")
     return parser.parse_args(arguments)
 

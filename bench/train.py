@@ -23,8 +23,8 @@ multiples of 32, freed memory kept by the process, micro-batches halved where ro
 in 24 GiB. Quality runs keep the batches equal instead of grouping them, and accumulate the gradient over micro-batches,
 which changes memory and speed but not what is computed.
 
-TRL and LLaMA-Factory stand beside too, near their defaults, where they are installed: each in an environment of its own
-in WORK/peers (`--peers`). For one that is not there the line that installs it is printed.
+TRL, LLaMA-Factory, litgpt and Unsloth stand beside too, near their defaults, where they are installed: each in an
+environment of its own in WORK/peers (`--peers`). For one that is not there the line that installs it is printed.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Contest:
             "seed": seed,
             "steps": self.work.steps,
             "batch": self.work.batch,
-            "dtype": self.options.dtype,
+            "dtype": self.work.dtype,
             "max_new_tokens": self.work.max_new_tokens,
         }
 
@@ -174,7 +174,7 @@ class Contest:
         """What is measured of a method, beside the baseline."""
         counts = {"batch": self.work.cost_batch, "warm": WARM, "counted": self.work.cost_steps}
         both = {"techniques": METHODS[name].techniques, "beside": METHODS[BASELINE].techniques}
-        return {**both, **counts, "dtype": self.options.dtype}
+        return {**both, **counts, "dtype": self.work.dtype}
 
     def _train(self, name: str, lr: float, seed: int) -> None:
         """Makes one training run, unless its result is there."""

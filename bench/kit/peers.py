@@ -41,6 +41,14 @@ OTHERS = (
         ("llamafactory", "trl", "peft", "transformers", "torch"),
         {},
     ),
+    Other("litgpt", "litgpt", ("litgpt[extra]",), ("litgpt", "lightning", "torch"), {}),
+    Other(
+        "unsloth",
+        "Unsloth",
+        ("unsloth",),
+        ("unsloth", "unsloth_zoo", "trl", "peft", "transformers", "torch"),
+        {},
+    ),
 )
 
 _VERSIONS = "import sys, importlib.metadata as m; print(' '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"

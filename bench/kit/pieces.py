@@ -25,6 +25,8 @@ MODULES = {
     "afina": "bench.kit.ours",
     "trl": "bench.kit.peer_trl",
     "llamafactory": "bench.kit.peer_llamafactory",
+    "litgpt": "bench.kit.peer_litgpt",
+    "unsloth": "bench.kit.peer_unsloth",
     "answers": "bench.kit.answers",
     "start": "bench.kit.starting",
     "llama": "bench.kit.llama",

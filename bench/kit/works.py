@@ -66,6 +66,7 @@ class Work:
         max_new_tokens: of an answer; None for classes.
         rates: two learning rates for each kind of method.
         head_lr: rate of a new head beside every method; None where there is none.
+        dtype: of the frozen weights.
     """
 
     kind: Literal["answers", "classes"]
@@ -79,6 +80,7 @@ class Work:
     max_new_tokens: int | None
     rates: dict[str, tuple[float, float]]
     head_lr: float | None = None
+    dtype: str = "fp32"
 
     def techniques(self, name: str, lr: float) -> Listed:
         """Those of a method, and what gives a new head its own rate: at the method's it would hardly move."""
@@ -110,6 +112,7 @@ WORKS: dict[str, Work] = {
             "p_tuning": (1e-3, 3e-3),
             "full": (3e-5, 1e-4),
         },
+        dtype="bf16",
     ),
     "minilm-l6-v2": Work(
         kind="classes",
