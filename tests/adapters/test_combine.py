@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import afina
-from afina.adapters import files
+from afina.adapters import computed, files
 from afina.adapters.combine import CombineSettings, combine
-from afina.adapters.inspection import inspect
 from afina.adapters.sources import read_source
 from afina.errors import AdapterError, ConfigError
 from tests import battery
@@ -489,18 +488,29 @@ def test_files_that_contradict_themselves(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_fused_experts_are_refused(tmp_path: Path) -> None:
-    """Their A and B hold a product for each expert: as one product they would be something else."""
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
-    with battery.quiet():
-        model: Any = get_peft_model(build("mixtral"), config)
-        model.save_pretrained(str(tmp_path / "a"))
-    edit_config(tmp_path / "a", base_model_name_or_path="tiny/gone")
-    with pytest.raises(AdapterError, match=r"fused experts|target_parameters"):
-        combine({tmp_path / "a": 1.0}, tmp_path / "c")
-    rows = {row.name: row for row in inspect(tmp_path / "a").rows}
-    assert rows["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 24, 16)
-    assert rows["model.layers.0.self_attn.q_proj"].rank == 2
+def test_what_cancels_is_told_and_what_does_not_is_not(tmp_path: Path) -> None:
+    _, sources, _ = two("ranks and scales", tmp_path)
+    a, b = sources
+    note = "the weights cancel the changes: the result changes nothing"
+    for method in (CombineSettings(), CombineSettings(method="svd", rank=4)):
+        settings = method.model_copy(update={"overwrite": True})
+        same = combine([(a, 1.0), (a, -1.0)], tmp_path / "c", settings=settings)
+        assert note in same.notes
+        assert note not in combine([(a, 1.0), (b, -1.0)], tmp_path / "c", settings=settings).notes
+
+
+def test_energy_of_cross_terms_is_not_called_kept(tmp_path: Path) -> None:
+    settings = {"r": 4, "target_modules": ["q_proj"]}
+    for number, name in enumerate("ab"):
+        made_by_peft("llama", tmp_path / name, settings, number)
+    ways: dict[str, str] = {}
+    for method, more in (("linear", {}), ("svd", {"rank": 2})):
+        how = CombineSettings(method=method, **more)
+        made = combine({tmp_path / "a": 1.0, tmp_path / "b": 1.0}, tmp_path / method, settings=how)
+        ways[method] = "\n".join(computed.lines(made))
+    assert "kept" not in ways["linear"]
+    assert "off by" in ways["linear"]
+    assert "kept" in ways["svd"]
 
 
 def test_linear_needs_one_rank(tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import afina
 from afina.adapters import extract as module
@@ -268,3 +271,59 @@ def test_a_classifier_and_a_grown_vocabulary_have_cures_that_help(tmp_path: Path
     with pytest.raises(ModelError, match="differ in") as caught:
         extract(tmp_path / "grown", base, tmp_path / "more", settings=FULL)
     assert "resize_token_embeddings" in str(caught.value.cure)
+
+
+def mixture(**changes: Any) -> Any:
+    """Four experts a block, which its files keep apart."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 260, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    return MixtralForCausalLM(MixtralConfig(**sizes | changes)).eval()
+
+
+def test_fused_experts_are_extracted_from_files_that_keep_them_apart(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, mixture, "q_proj", "experts.")
+    with safe_open(base / "model.safetensors", "pt") as file:
+        assert any("experts.3.w1" in key for key in file.keys())  # noqa: SIM118
+    made = extract(tuned, base, tmp_path / "out", settings=FULL)
+    assert made.error < 1e-6
+    assert len(made.places) == 2 * (1 + 2 * 4)
+    torch.testing.assert_close(logits(base, tmp_path / "out"), logits(tuned), rtol=1e-4, atol=1e-4)
+    assert float((logits(base) - logits(tuned)).abs().max()) > 0.1
+
+
+def test_each_expert_has_the_best_of_its_rank(tmp_path: Path) -> None:
+    def move(model: Any) -> Any:
+        with torch.no_grad():
+            own = moved(model, "down_proj").model.layers[0].mlp.experts.down_proj
+            own[2] = mixture().model.layers[0].mlp.experts.down_proj[2]
+        return model
+
+    base = save_model(tmp_path / "base", mixture(), byte_tokenizer())
+    tuned = save_model(tmp_path / "tuned", move(mixture()), byte_tokenizer())
+    made = extract(tuned, base, tmp_path / "out", settings=ExtractSettings(rank=3))
+    change = move(mixture()).model.layers[0].mlp.experts.down_proj.double()
+    change = (change - mixture().model.layers[0].mlp.experts.down_proj.double()).detach()
+    for expert in range(4):
+        row = next(
+            p for p in made.places if p.name.endswith(f"layers.0.mlp.experts.down_proj[{expert}]")
+        )
+        values = linalg.svdvals(change[expert])
+        if expert == 2:  # it did not change
+            assert (row.rank, row.energy, row.error) == (1, 0.0, 0.0)
+        else:
+            least = float(values[3:].square().sum() / values.square().sum()) ** 0.5
+            assert row.error == pytest.approx(least, rel=1e-4)
+
+
+def test_pieces_that_lack_one_are_told(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, mixture, "experts.")
+    tensors = load_file(base / "model.safetensors")
+    tensors.pop(next(key for key in tensors if key.endswith("experts.3.w1.weight")))
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="do not make the model's tensor"):
+        extract(tuned, base, tmp_path / "out", settings=FULL)
+    assert not (tmp_path / "out").exists()

@@ -28,6 +28,7 @@ from afina.adapters import (
     merge_job,
     merge_plan,
 )
+from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.merge import Merged, MergeSettings, merge_unchecked
 from afina.adapters.merge_shards import Stored, read_shards
 from afina.errors import AdapterError, AfinaError, ConfigError, DataError, ModelError
@@ -275,19 +276,24 @@ def test_ties_that_nothing_parts_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_in_pieces_are_copied_and_the_rest_is_merged(tmp_path: Path) -> None:
-    """Files keep each expert apart, the model has them fused: nothing of them is touched."""
+    """Files keep each expert apart, the model has them fused: nothing of them is touched, and all is compared."""
     model = battery.build("mixtral", torch.float32)
     model.resize_token_embeddings(260)
     base = folder_of(tmp_path / "base", model, torch.float32)
     adapter = adapter_of(tmp_path / "adapter", base, LoRA(rank=2, target=("q_proj", "v_proj")))
     merged = merge(adapter, tmp_path / "out")
-    assert merged.record["base"]["fingerprint"] is None
+    assert merged.record["base"]["fingerprint"] == base_fingerprint(model)
     before, after = (
         load_file(base / "model.safetensors"),
         load_file(tmp_path / "out/model.safetensors"),
     )
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {n for n in before if "q_proj" in n or "v_proj" in n}
+    with torch.no_grad():
+        for parameter in model.model.layers[1].mlp.experts.parameters():
+            parameter.neg_()
+    other = folder_of(tmp_path / "other", model, torch.float32)
+    refused(AdapterError, "made for another base", adapter, tmp_path / "no", base=other)
 
 
 def test_an_encoder(tmp_path: Path) -> None:

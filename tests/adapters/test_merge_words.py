@@ -105,6 +105,10 @@ def test_one_thing_is_one_thing(tmp_path: Path) -> None:
     two = {"rounding": {"w": 0.5, "v": 0.25}, "dtype": "BF16", "whole": ["e", "f"]}
     assert merge_record.lines(two)[0].startswith("2 weights folded")
     assert merge_record.lines(two)[-1].startswith("2 tensors came")
+    biases = {"rounding": {"w": 0.5, "v.bias": 0.25}, "dtype": "BF16"}
+    assert merge_record.lines(biases)[0].startswith("1 weight and 1 bias folded")
+    biases = {"rounding": {"w.bias": 0.5, "v.bias": 0.25}, "dtype": "BF16"}
+    assert merge_record.lines(biases)[0].startswith("2 biases folded")
     tokenizer = byte_tokenizer()
     for prompts, said in ((["a"], "1 given prompt"), (["a", "b"], "2 given prompts")):
         assert merge_texts.texts_of(None, tokenizer, None, prompts)[1] == said

@@ -106,6 +106,32 @@ def test_half_precision_trains_through_masters() -> None:
     assert small_steps(bare, torch.optim.SGD([bare], lr=0.001)) == 1.0
 
 
+@pytest.mark.parametrize("bunch", [1, 9, 10**6])
+def test_tensors_with_masters_move_in_bunches_as_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, bunch: int
+) -> None:
+    monkeypatch.setattr(optimisers, "BUNCH", bunch)
+    own, wide = tensors(torch.bfloat16), tensors(torch.bfloat16)
+    none = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
+    optimiser = Optimiser({"none": none, **own}, {"z": 16.0}, "adamw", OPTIONS)
+    masters = {n: nn.Parameter(p.detach().float()) for n, p in wide.items()}
+    groups = [{"params": [masters["x"], masters["x.y"]]}, {"params": [masters["z"]]}]
+    peer = torch.optim.AdamW(groups, fused=True, **OPTIONS)
+    for step in range(3):
+        run(optimiser, own, range(step, step + 1))
+        gradients(wide, step)
+        for name, master in masters.items():
+            slope = wide[name].grad
+            assert slope is not None
+            master.grad = slope.float()
+        for group, scale in zip(peer.param_groups, (1, 16), strict=True):
+            group["lr"] = 0.01 * (step + 1) * scale
+        peer.step()
+        for name in own:
+            assert torch.equal(own[name], masters[name].bfloat16())
+            assert torch.equal(optimiser.state_tensors()[f"{name}.master"], masters[name])
+
+
 def test_a_tensor_without_gradient_is_left_alone() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         own = tensors(dtype)

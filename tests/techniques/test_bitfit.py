@@ -198,6 +198,27 @@ def test_merged_on_disk(make: Any, others: tuple[Any, ...], tmp_path: Path) -> N
         assert not merged.model.layers[0].mlp.up_proj.bias.any()
 
 
+def test_the_report_of_a_merge_is_of_biases_and_their_rounding(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", tiny_llama(), byte_tokenizer())
+    model, _ = hub.load(base, dtype="fp32", device="cpu")
+    edit = apply(model, [BitFit(target=("q_proj",))])
+    randomise(model)
+    files.save(edit, tmp_path / "adapter", base=str(base))
+    settings = MergeSettings(max_new_tokens=0, compute_dtype="fp32", dtype="bf16")
+    merge_unchecked(tmp_path / "adapter", tmp_path / "merged", settings=settings)
+    found = json.loads((tmp_path / "merged/merge.json").read_text(encoding="utf-8"))["rounding"]
+    wanted = {
+        f"{name}.bias": delta.bias.detach()
+        for name, delta in ((n.rpartition(".")[0], d) for n, d in edit.deltas.items())
+        if isinstance(delta, BitFitDelta)
+    }
+    assert set(found) == set(wanted)
+    for name, bias in wanted.items():
+        lost = float((bias - bias.bfloat16()).norm() / bias.norm())
+        assert found[name] == pytest.approx(lost, rel=1e-5)
+        assert lost > 1e-4
+
+
 def test_on_disk_too_a_model_without_a_setting_is_refused(tmp_path: Path) -> None:
     model = qwen2()
     model.config.vocab_size = 40

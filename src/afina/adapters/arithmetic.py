@@ -54,7 +54,7 @@ class Place:
         shape: of the change: (out, in).
         rank: of the result.
         energy: of what was wanted.
-        kept: the share of that energy which the result has; 1 where nothing was wanted.
+        kept: the share of that energy which the result has, above 1 with cross terms; 1 where nothing was wanted.
         error: ‖result - wanted‖ / ‖wanted‖; 0 where nothing was wanted and nothing is.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from afina import seams
-from afina.adapters.base_files import locate, reader
+from afina.adapters.base_files import readable, reader
 from afina.adapters.fingerprint import Read, base_fingerprint, same_base
 from afina.adapters.fitting import KINDS, fit
 from afina.adapters.kinds import refuse_settings
@@ -44,7 +44,7 @@ class AtHand:
         folder: where it lies.
         skeleton: the model on the meta device.
         read: its values, by the model's names.
-        complete: the files hold each of the model's tensors as it is, but for the new ones.
+        complete: the files hold each of the model's tensors, whole or in pieces, but for the new ones.
         new: tensors of a classifier's head that the files have not.
     """
 
@@ -100,7 +100,7 @@ def open_model(name: str, folder: Path, head: Mapping[str, Any] | None = None) -
     """
     shards, skeleton = read_shards(folder), hub.skeleton(folder, **(head or {}))
     skeleton.config._name_or_path = str(folder)  # for errors
-    located = set(locate(skeleton, shards).values())
+    located = readable(skeleton, shards)
     ties = {one: group for group in tied_groups(skeleton) for one in group}
     names = [one for one, _ in skeleton.named_parameters()]
     lost = {one for one in names if not located & {one, *ties.get(one, ())}}

@@ -27,9 +27,12 @@ from afina.adapters.products import Product
 from afina.adapters.result import result_of
 from afina.adapters.sources import Source, read_source, refuse_other_shapes, stored_type
 from afina.errors import AdapterError, ConfigError
-from afina.ops import mixing
+from afina.ops import mixing, svd
 from afina.problems import Frozen, of_kind
 from afina.tree import seed_of
+
+NOTHING = 1e-6
+"""A sum that is so much smaller than its parts is what rounding left of them: factors are mostly of fp32."""
 
 Method = Literal["cat", "svd", "linear", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
 Sources = Mapping[Any, float] | Sequence[tuple[Any, float]]
@@ -127,7 +130,7 @@ def combine(
     products, places = _products(pairs, settings.how())
     whole = _whole(pairs, settings.how(), hand)
     told = _told(pairs, settings, places)
-    notes += _tokenizers(found)
+    notes += [*_tokenizers(found), *_idle(pairs, places)]
     notes += result_of(found, products, whole, at_hand, told).write(place, at_hand)
     return Computed(place, tuple(places), tuple(whole), tuple(dict.fromkeys(notes)), told)
 
@@ -169,6 +172,19 @@ def _products(pairs: Pairs, how: How) -> tuple[dict[str, Product], list[Place]]:
         made[name], place = combined(name, parts, how)
         places.append(place)
     return made, places
+
+
+def _idle(pairs: Pairs, places: Sequence[Place]) -> list[str]:
+    """A note where nothing is left of the changes, beside the rounding of their own factors."""
+    for place in places:
+        parts = [(s.products[place.name], w) for s, w in pairs if place.name in s.products]
+        of_parts = sum(
+            float((svd.product_values(p.b_OR, p.a_RI) * p.scale * w).square().sum())
+            for p, w in parts
+        )
+        if place.energy > NOTHING**2 * of_parts:
+            return []
+    return ["the weights cancel the changes: the result changes nothing"]
 
 
 def _refuse_ranks(sources: Sequence[Source], settings: CombineSettings) -> None:

@@ -72,10 +72,15 @@ def lines(computed: Computed) -> list[str]:
         said.append(f"{counted(len(computed.whole), 'tensor')} whole: {names}{more}")
     if computed.error < EXACT:
         return [*said, "exact: nothing of the changes was cut"]
-    said.append(f"kept {computed.kept:.3%} of the energy, off by {computed.error:.3%}; most:")
+    # What cross terms add is energy too, and no share of what was wanted.
+    shares = all(place.kept <= 1 for place in computed.places)
+    whole = f"kept {computed.kept:.3%} of the energy, " if shares else ""
+    said.append(f"{whole}off by {computed.error:.3%}; most:")
     worst = sorted(computed.places, key=lambda place: -place.error)
     return said + [
-        f"  off {place.error:8.3%}  kept {place.kept:8.3%}  rank {place.rank}  {place.name}"
+        f"  off {place.error:8.3%}  "
+        + (f"kept {place.kept:8.3%}  " if shares else "")
+        + f"rank {place.rank}  {place.name}"
         for place in worst[:SHOWN]
     ]
 

@@ -2,9 +2,10 @@
 
     s · B A  ≈  D = W' - W,     of every linear the best approximation of a rank, or the smallest that keeps enough
 
-The two models are read tensor by tensor, so memory holds a few copies of the largest, and the factors. What changed and
-is no weight of a linear (norms, embeddings, biases) has no factors: its module is saved whole beside them, or the
-extraction is refused, or, when that was asked for, it is left out and counted.
+The two models are read tensor by tensor, so memory holds a few copies of the largest, and the factors. Each of fused
+experts has factors of its own, also where files keep them apart. What changed and is no weight of a linear or an expert
+(norms, embeddings, biases) has no factors: its module is saved whole beside them, or the extraction is refused, or,
+when that was asked for, it is left out and counted.
 
 Legend: W the base's weight, W' the tuned one, D their difference, B A the factors, with scale 1.
 
@@ -13,7 +14,7 @@ Source: as in `resize`; the idea of the verb: mergekit's `extract_lora.py` and k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,20 +28,23 @@ from afina.adapters.arithmetic import Place, error_of, kept_of
 from afina.adapters.at_hand import AtHand, open_model
 from afina.adapters.computed import Computed
 from afina.adapters.contents import task_of
+from afina.adapters.expert_products import place_of as place_of_expert
 from afina.adapters.extract_alike import listed, refuse_unlike, shapes_of
 from afina.adapters.outputs import MADE_BY, place_of, refuse_out, tokenizer_in
 from afina.adapters.peft_lora import target_modules
 from afina.adapters.products import Product
-from afina.adapters.result import Result
+from afina.adapters.result import Result, plain
 from afina.adapters.target import resolve_run
 from afina.errors import AdapterError, counted
 from afina.models.locate import resolve
 from afina.ops import svd
 from afina.problems import Frozen, name_of, of_kind
+from afina.techniques.lora_on_experts import ExpertSite, expert_sites
 from afina.tree import seed_of
 from afina.tree.fold import tied_groups
 
 Progress = Callable[[str, int, int], None]
+Site = seams.MapSite | ExpertSite
 
 
 class ExtractSettings(Frozen):
@@ -102,11 +106,11 @@ def extract(
     found = _changed(new, old)
     whole, dropped = _rest(found, new, old, settings)
     dropped |= {name: float(new.read(name).double().norm()) for name in added}
-    sites = [site for site in found.sites if not any(_inside(n, site.name) for n in whole)]
+    sites = [site for site in found.sites if not any(_inside(n, _module(site)) for n in whole)]
     others = len(found.rest) + len(added)
     if not sites:
         raise AdapterError(
-            "there is no difference in any linear to make factors of",
+            "there is no difference in any linear or expert to make factors of",
             got=f"{new.name} and {old.name}"
             + (f"; {counted(others, 'other tensor')} changed" if others else ""),
             wanted="a model that was trained from this base",
@@ -114,8 +118,9 @@ def extract(
     products: dict[str, Product] = {}
     places: list[Place] = []
     for number, site in enumerate(sites):
-        products[site.name], row = _factors(site, new, old, settings)
-        places.append(row)
+        for name, change_OI in _differences(site, new, old):
+            products[name], row = _factors(name, change_OI, settings)
+            places.append(row)
         if progress is not None:
             progress("tensors", number + 1, len(sites))
     told = {
@@ -136,8 +141,8 @@ def extract(
         rounded=None,
         task=task_of(old.skeleton, sorted({name.rpartition(".")[0] for name in whole})),
         head={},  # of the base's own files
-        targets=tuple(target_modules(old.skeleton, list(products))),
-        conv1d=any(site.kind == "conv1d" for site in sites),
+        targets=tuple(target_modules(old.skeleton, plain(products))),
+        conv1d=any(isinstance(site, seams.MapSite) and site.kind == "conv1d" for site in sites),
         told=told,
         tokenizer=tokenizer_in(new.folder),
     )
@@ -167,9 +172,9 @@ def _model(given: str | Path, what: str) -> str:
 
 @dataclass(frozen=True)
 class _Changed:
-    """What differs: linears by their weight, and every other tensor, a tied one under each of its names."""
+    """What differs: linears and fused experts by their weight, and every other tensor, a tied one under each name."""
 
-    sites: Sequence[seams.MapSite]
+    sites: Sequence[Site]
     rest: Sequence[str]
 
 
@@ -179,13 +184,16 @@ def _changed(new: AtHand, old: AtHand) -> _Changed:
         f"{s.name}.weight": s for s in seams.map_sites(old.skeleton) if s.kind != "embedding"
     }
     ties = {name: group for group in tied_groups(new.skeleton) for name in group}
-    sites: list[seams.MapSite] = []
+    experts = {site.name: site for site in expert_sites(old.skeleton)}
+    sites: list[Site] = []
     rest: list[str] = []
     for name in shapes_of(old):
         if torch.equal(*_pair(name, new, old)):
             continue
         if name in linears and name not in ties:
             sites.append(linears[name])
+        elif name in experts:
+            sites.append(experts[name])
         else:
             rest.append(name)
     return _Changed(sites, rest)
@@ -248,19 +256,33 @@ def _said(dropped: Mapping[str, float]) -> list[str]:
     return [f"left out, as asked: {counted(len(dropped), 'tensor')}: {listed(largest)}"]
 
 
-def _factors(
-    site: seams.MapSite, new: AtHand, old: AtHand, settings: ExtractSettings
-) -> tuple[Product, Place]:
-    """The product for one linear; what it keeps is measured on the factors as they will lie in the file."""
+def _module(site: Site) -> str:
+    """The module whose weight it is."""
+    return site.module if isinstance(site, ExpertSite) else site.name
+
+
+def _differences(site: Site, new: AtHand, old: AtHand) -> Iterator[tuple[str, Tensor]]:
+    """The change of a linear, or of each expert, by the name of the place: (out, in), in fp64."""
+    if isinstance(site, ExpertSite):
+        one, other = _pair(site.name, new, old)
+        for expert in range(site.experts):
+            change = one[expert].double() - other[expert].double()
+            yield place_of_expert(site.name, expert), change.t() if site.transposed else change
+        return
     one, other = _pair(f"{site.name}.weight", new, old)
-    change_OI = one.double() - other.double()
-    if site.kind == "conv1d":
-        change_OI = change_OI.t()
-    spectrum = svd.best(change_OI, rank=settings.rank, seed=seed_of(0, site.name))
+    change = one.double() - other.double()
+    yield site.name, change.t() if site.kind == "conv1d" else change
+
+
+def _factors(name: str, change_OI: Tensor, settings: ExtractSettings) -> tuple[Product, Place]:
+    """The product for one place; what it keeps is measured on the factors as they will lie in the file."""
+    out, into = change_OI.shape
+    size = float(change_OI.square().sum())
+    if not size:  # an expert to which no token went
+        nothing = Product(torch.zeros(out, 1), torch.zeros(1, into))
+        return nothing, Place(name, (out, into), 1, 0.0, 1.0, 0.0)
+    spectrum = svd.best(change_OI, rank=settings.rank, seed=seed_of(0, name))
     rank = svd.rank_for(spectrum, rank=settings.rank, energy=settings.energy)
     b_OR, a_RI = (factor.float() for factor in svd.factors(spectrum, rank))
-    size = float(change_OI.square().sum())
     lost = float((change_OI - b_OR.double() @ a_RI.double()).square().sum()) / size
-    out, into = change_OI.shape
-    row = Place(site.name, (out, into), rank, size, 1 - lost, lost**0.5)
-    return Product(b_OR, a_RI), row
+    return Product(b_OR, a_RI), Place(name, (out, into), rank, size, 1 - lost, lost**0.5)

@@ -31,7 +31,7 @@ def refuse_unlike(new: AtHand, old: AtHand, *, drops: bool) -> tuple[str, ...]:
             raise ModelError(
                 "the model's files keep its tensors in another form than the model has them",
                 got=model.folder,
-                wanted="files that have each of the model's tensors whole; fused experts are mostly kept in pieces",
+                wanted="files from which each of the model's tensors can be read",
                 cure="keep the tuned model: of such files no adapter can be extracted",
             )
     here, there = shapes_of(new), shapes_of(old)

@@ -15,17 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from afina.adapters.expert_products import of_experts, products_of_experts, starts_of
 from afina.adapters.layout import PREFIX
-from afina.adapters.peft_experts import ENDS, INNER
-from afina.adapters.products import (
-    EMBEDDING,
-    LINEAR,
-    VALUES,
-    Product,
-    of_experts,
-    product_of,
-    products_of_experts,
-)
+from afina.adapters.peft_experts import ENDS
+from afina.adapters.products import EMBEDDING, LINEAR, VALUES, Product, product_of
 from afina.errors import AdapterError
 from afina.ops import svd
 
@@ -158,9 +151,8 @@ def _of_experts(
     strange: list[str],
 ) -> list[Row]:
     """A row for each tensor of a module of fused experts."""
-    starts = [INNER, ""] if any(part.startswith(INNER) for part in group) else [""]
     found: list[Row] = []
-    for start, own in zip(starts, _projections(plain.name, config, len(starts)), strict=True):
+    for start, own in starts_of(plain.name, group, config).items():
         name = f"{plain.name}.{own}" if own else f"{plain.name} {start or 'alone'}".rstrip(".")
         ends = [start + end for end in ENDS]
         if any(end not in group for end in ends):
@@ -177,23 +169,6 @@ def _of_experts(
         zero = [end for end in ends if not group[end].any()]
         found.append(_measured(row, products, shape, zero, strange))
     return found
-
-
-def _projections(module: str, config: Mapping[str, Any], number: int) -> list[str | None]:
-    """The tensors of a module of experts that the file has A and B for, the innermost first; None: nobody knows.
-
-    PEFT wraps a module once for each, in its own order, in which Transformers has `down_proj` last.
-    """
-    names = {
-        str(target).rpartition(".")[2]
-        for target in config["target_parameters"]
-        if f".{module}".endswith(f".{str(target).rpartition('.')[0]}")
-    }
-    return (
-        [*sorted(names, key=lambda n: n == "down_proj")]
-        if len(names) == number
-        else [None] * number
-    )
 
 
 def _measured(

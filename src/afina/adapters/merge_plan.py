@@ -6,8 +6,7 @@ that the merged model differs in gets a function that makes it when its turn to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +17,11 @@ from afina.adapters.base_files import Shards, locate
 from afina.adapters.merge_changes import Changes
 from afina.adapters.merge_head import NewHead
 from afina.adapters.merge_pieces import Pieces
+from afina.adapters.merge_settings import new_biases, parted
 from afina.adapters.merge_shards import DTYPES, NAMES, Stored, Wanted
-from afina.errors import AdapterError, ModelError, TechniqueError
+from afina.errors import AdapterError, ModelError
 from afina.tree import Delta
-from afina.tree.biases import settings_for
-from afina.tree.fold import (
-    fold,
-    fold_bias,
-    refuse_other_ties,
-    stays_tied,
-    tied_groups,
-)
+from afina.tree.fold import fold, fold_bias, tied_groups
 
 Base = Mapping[str, Callable[[Tensor], Tensor]]
 """What the adapter's base made of a tensor of the files, by name, where it is not the tensor itself: `rounded`."""
@@ -98,8 +91,8 @@ class _Planner:
         }
         self.rounding: dict[str, float] = {}
         self.group = {name: names for names in tied_groups(skeleton) for name in names}
-        self.parted = _parted(skeleton, self.group, changes.deltas)
-        self.biases = _new_biases(skeleton, changes.deltas)
+        self.parted = parted(skeleton, self.group, changes.deltas)
+        self.biases = new_biases(skeleton, changes.deltas)
         self.pieces = Pieces(skeleton, shards, changes)
         self.in_pieces: set[str] = set()
 
@@ -155,8 +148,9 @@ class _Planner:
         size = _rows(weight, turned=bool(deltas) and deltas[0].transposed)
 
         def value() -> Tensor:
-            made = fold_bias(None, deltas, DTYPES[dtype])
-            return torch.zeros(size, dtype=DTYPES[dtype]) if made is None else made
+            if not deltas:
+                return torch.zeros(size, dtype=DTYPES[dtype])
+            return self._bias(name, None, deltas, DTYPES[dtype])
 
         key = weight.name.removesuffix("weight") + "bias"
         return Wanted(key, dtype, (size,), value)
@@ -215,13 +209,27 @@ class _Planner:
             if not deltas:
                 return _cast(value(), dtype, name)
             if name.endswith(".bias"):
-                result = fold_bias(value(), deltas, DTYPES[dtype])
-                assert result is not None
-                return result
-            result, self.rounding[name] = fold(value(), deltas, name=name, dtype=DTYPES[dtype])
+                return self._bias(name, value(), deltas, DTYPES[dtype])
+            result, lost = fold(value(), deltas, name=name, dtype=DTYPES[dtype])
+            if not all(delta.constant for delta in deltas):  # those change the bias alone
+                self.rounding[name] = lost
             return result
 
         return Wanted(key, dtype, stored.shape, folded)
+
+    def _bias(
+        self, name: str, bias: Tensor | None, deltas: Sequence[Delta], dtype: torch.dtype
+    ) -> Tensor:
+        """A bias that children change or make, rounded once; what that lost is noted."""
+        wide = torch.float32 if bias is None else torch.promote_types(bias.dtype, torch.float32)
+        exact = fold_bias(bias, deltas, wide)
+        assert exact is not None
+        rounded = exact.to(dtype)
+        lost = float((exact - rounded).norm())
+        size = float((exact if bias is None else exact - bias).norm())
+        if size:
+            self.rounding[name] = lost / size
+        return rounded
 
     def _dtype(self, stored: Stored) -> str:
         return (
@@ -229,70 +237,9 @@ class _Planner:
         )
 
 
-@dataclass(frozen=True)
-class _NewBiases:
-    """Biases that the merged model has and the base has not.
-
-    Attributes:
-        settings: see `Plan`.
-        values: the children that make each, by the bias's name; none make zero.
-    """
-
-    settings: Mapping[str, bool]
-    values: Mapping[str, Sequence[Delta]]
-
-
-def _new_biases(skeleton: Any, deltas: Mapping[str, Sequence[Delta]]) -> _NewBiases:
-    """What the children add to maps that have no bias.
-
-    Raises:
-        AdapterError: the model has no setting that gives these maps one.
-    """
-    found = {
-        f"{target}.bias": each
-        for target, each in deltas.items()
-        if getattr(skeleton.get_submodule(target), "bias", None) is None
-        and fold_bias(None, each, torch.float32) is not None
-    }
-    with _unmergeable():
-        made = settings_for(skeleton, found)
-    return _NewBiases(made.settings, {**found, **dict.fromkeys(made.zero, ())})
-
-
-@contextmanager
-def _unmergeable() -> Generator[None, None, None]:
-    """What is said of a technique inside the block is said of the adapter."""
-    try:
-        yield
-    except TechniqueError as error:
-        raise AdapterError(
-            f"the adapter cannot be merged: {error.what}",
-            got=error.got,
-            wanted=error.wanted,
-            cure=error.cure,
-        ) from None
-
-
 def _rows(weight: Stored, *, turned: bool) -> int:
     """The number of outputs of a map."""
     return weight.shape[1] if turned else weight.shape[0]
-
-
-def _parted(
-    skeleton: Any, group: Mapping[str, list[str]], deltas: Mapping[str, Sequence[Delta]]
-) -> list[str]:
-    """Names of a tied tensor that differ after the merge, all of them; empty when none do.
-
-    Raises:
-        AdapterError: where the model has no setting that parts them.
-    """
-    tied = (f"{name}.weight" for name in deltas if f"{name}.weight" in group)
-    touched = next((name for name in tied if not stays_tied(group[name], deltas)), None)
-    if touched is None:
-        return []
-    with _unmergeable():
-        refuse_other_ties(skeleton, touched)
-    return list(group[touched])
 
 
 def _cast(values: Tensor, dtype: str, name: str) -> Tensor:

@@ -165,7 +165,11 @@ def lines(record: dict[str, Any]) -> list[str]:
     rounding: dict[str, float] = record.get("rounding", {})
     if rounding:
         mean = sum(rounding.values()) / len(rounding)
-        folded = counted(len(rounding), "weight")
+        biases = sum(name.endswith("bias") for name in rounding)
+        weights = len(rounding) - biases
+        kinds = [counted(weights, "weight")] if weights else []
+        kinds += ["1 bias" if biases == 1 else f"{biases} biases"] if biases else []
+        folded = " and ".join(kinds)
         said.append(f"{folded} folded in fp32 and rounded once to {record['dtype']}")
         said.append(f"of its change each lost {mean:.2%} to that rounding on average; most:")
         said += [f"  {share:.2%}  {name}" for name, share in list(rounding.items())[:WORST]]

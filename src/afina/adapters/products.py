@@ -68,14 +68,6 @@ class Product:
         return dict(zip(ends, (self.a_RI, self.b_OR), strict=True))
 
 
-def of_experts(name: str, config: Config) -> bool:
-    """Whether a place is of fused experts, whose A and B hold one product for each of them."""
-    targets = config.get("target_parameters")
-    holders = [str(t).rpartition(".")[0] for t in targets] if isinstance(targets, list) else []
-    plain = name.replace(".base_layer", "")
-    return any(plain == holder or plain.endswith(f".{holder}") for holder in holders)
-
-
 def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product:
     """The change of one place.
 
@@ -109,45 +101,24 @@ def product_of(name: str, parts: Parts, config: Config, folder: Path) -> Product
     if ends == VALUES:
         alpha, first = (_number(config.get(key), key, folder) for key in ("lora_alpha", "init_r"))
         return Product(b_OR, a_RI * parts[VALUES[2]], alpha / (first + RANK_SHIFT))
-    alpha = _alpha(name, rank, config, folder)
+    alpha = alpha_of(name, rank, config, folder)
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return Product(b_OR, a_RI, scale, ends == EMBEDDING)
 
 
-def products_of_experts(
-    name: str, a_QI: Tensor, b_OQ: Tensor, config: Config, folder: Path
-) -> list[Product]:
-    """The change of one tensor of fused experts: a product for each; see `peft_experts` for how these lie in A and B.
+def patterns_of(name: str, key: str, default: Any, config: Config, folder: Path) -> list[Any]:
+    """The values that a table of the configuration has for a place.
 
     Args:
-        name: of the tensor, as the configuration calls it.
-        a_QI: (experts · r, in), the expert slowest.
-        b_OQ: (out, r · experts), the expert fastest.
+        name: of the place, as the configuration calls it.
+        key: of the table.
+        default: where it has none.
         config: the adapter's.
         folder: the adapter's, for errors.
 
     Raises:
-        AdapterError: the two do not fit each other or the rank, or rank or alpha are in doubt.
+        AdapterError: it is no table, or its names are no regular expressions.
     """
-    ranks = _patterns(name, "rank_pattern", config.get("r"), config, folder)
-    both = a_QI.shape[0] if a_QI.dim() == b_OQ.dim() == 2 and a_QI.numel() else 0
-    fitting = [r for r in ranks if isinstance(r, int) and r > 0 and both % r == 0]
-    if not both or b_OQ.shape[1] != both or len(fitting) != 1:
-        raise AdapterError(
-            "the factors of fused experts do not fit each other, or their rank",
-            got=f"{folder}: {name}, A {tuple(a_QI.shape)}, B {tuple(b_OQ.shape)}, rank "
-            + " or ".join(map(str, ranks)),
-            wanted="A (experts · r, in) and B (out, r · experts)",
-        )
-    rank = fitting[0]
-    alpha = _alpha(name, rank, config, folder)
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    a_ERI, b_ORE = a_QI.reshape(-1, rank, a_QI.shape[1]), b_OQ.reshape(b_OQ.shape[0], rank, -1)
-    return [Product(b_ORE[:, :, e], a_RI, scale) for e, a_RI in enumerate(a_ERI)]
-
-
-def _patterns(name: str, key: str, default: Any, config: Config, folder: Path) -> list[Any]:
-    """The values that a table of the configuration has for a place."""
     try:
         return pattern(config.get(key), name, default)
     except (re.error, AttributeError) as error:  # no table, or no expressions in it
@@ -156,9 +127,14 @@ def _patterns(name: str, key: str, default: Any, config: Config, folder: Path) -
         ) from None
 
 
-def _alpha(name: str, rank: int, config: Config, folder: Path) -> float:
-    ranks = _patterns(name, "rank_pattern", config.get("r"), config, folder)
-    alphas = _patterns(name, "alpha_pattern", config.get("lora_alpha"), config, folder)
+def alpha_of(name: str, rank: int, config: Config, folder: Path) -> float:
+    """The alpha of a place whose factors have this rank.
+
+    Raises:
+        AdapterError: the configuration says another rank, or more than one alpha.
+    """
+    ranks = patterns_of(name, "rank_pattern", config.get("r"), config, folder)
+    alphas = patterns_of(name, "alpha_pattern", config.get("lora_alpha"), config, folder)
     if rank not in ranks:
         raise AdapterError(
             "a rank in the file and in the configuration differ",

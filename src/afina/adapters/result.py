@@ -7,7 +7,7 @@ patterns say so. It is written, read back and compared as any adapter is, and fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from afina.adapters.at_hand import AtHand
 from afina.adapters.card import Record, card, contents_of, dumps
+from afina.adapters.expert_products import expert_of, numbers, put_together, ranks_of
 from afina.adapters.layout import CARD, CONFIG, PREFIX, RECORD, recorded
 from afina.adapters.outputs import copy_tokenizer, has_template, tokenizer_in
 from afina.adapters.peft_lora import patterns
@@ -33,7 +34,7 @@ class Result:
     """What is to be written.
 
     Attributes:
-        products: of scale 1, by module.
+        products: of scale 1, by module, and by expert where these are fused.
         whole: base tensors that it brings whole, by name.
         dtype: of the products in the file.
         base: name or folder of the base.
@@ -65,9 +66,9 @@ class Result:
     def tensors(self) -> dict[str, Tensor]:
         """By PEFT's keys."""
         found = {
-            f"{PREFIX}{name}.{end}": tensor.to(self.dtype).contiguous()
-            for name, product in self.products.items()
-            for end, tensor in product.tensors().items()
+            f"{PREFIX}{module}.{end}": tensor.to(self.dtype).contiguous()
+            for module, parts in put_together(self.products).items()
+            for end, tensor in parts.items()
         }
         # Clones, for a tied tensor stands under two keys and the file must hold it twice.
         return found | {PREFIX + n: t.contiguous().clone() for n, t in self.whole.items()}
@@ -75,7 +76,7 @@ class Result:
     def config(self) -> dict[str, Any]:
         """The contents of `adapter_config.json`."""
         rank = self._rank()
-        ranks = patterns({name: p.rank for name, p in self.products.items()}, rank)
+        ranks = patterns(ranks_of(self.products), rank)
         return {
             "peft_type": "LORA",
             "task_type": self.task,
@@ -87,6 +88,7 @@ class Result:
             "lora_alpha": rank,
             "lora_dropout": 0.0,
             "target_modules": self._targets(),
+            **({"target_parameters": experts} if (experts := self._experts()) else {}),
             "exclude_modules": None,
             "use_rslora": False,
             "use_dora": False,
@@ -100,11 +102,11 @@ class Result:
     def record(self) -> dict[str, Any]:
         """The contents of `afina.json`."""
         rank = self._rank()
-        other = {n: p.rank for n, p in self.products.items() if p.rank != rank}
+        other = {n: r for n, r in ranks_of(self.products).items() if r != rank}
         lora = LoRA(
             rank=rank,
             alpha=rank,
-            target=tuple(self._targets()),
+            target=(*self._targets(), *self._experts()),
             rank_pattern=other,
             alpha_pattern={n: float(r) for n, r in other.items()},
             modules_to_save=tuple(self._modules()),
@@ -125,14 +127,18 @@ class Result:
 
     def _rank(self) -> int:
         """The commonest rank; of equally common ones the largest."""
-        found = Counter(product.rank for product in self.products.values())
+        found = Counter(ranks_of(self.products).values())
         return max(found, key=lambda rank: (found[rank], rank))
 
     def _modules(self) -> list[str]:
         return sorted({name.rpartition(".")[0] for name in self.whole})
 
     def _targets(self) -> list[str]:
-        return sorted(self.products if self.targets is None else self.targets)
+        return sorted(plain(self.products) if self.targets is None else self.targets)
+
+    def _experts(self) -> list[str]:
+        """Tensors of fused experts."""
+        return sorted(numbers(self.products))
 
     def write(self, out: Path, hand: AtHand | None) -> tuple[str, ...]:
         """Writes the folder, whole or not at all.
@@ -224,5 +230,10 @@ def targets_of(
         ):
             return None
         names |= set(said)
-    reached = all(any(n == t or n.endswith(f".{t}") for t in names) for n in products)
+    reached = all(any(n == t or n.endswith(f".{t}") for t in names) for n in plain(products))
     return tuple(sorted(names)) if reached else None
+
+
+def plain(products: Iterable[str]) -> list[str]:
+    """The places that are modules, and no experts."""
+    return [name for name in products if expert_of(name) is None]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from afina.adapters.beside_lora import is_several
 from afina.adapters.card import Base, head_of_base, read_record
+from afina.adapters.expert_products import numbers, of_experts, renamed, taken_apart
 from afina.adapters.fitting import KINDS
 from afina.adapters.kinds import Config, Kind, refuse_settings
 from afina.adapters.layout import CONFIG, read_config, read_tensors, stacked
@@ -50,7 +51,7 @@ class Source:
         record: of its base, where afina wrote it.
         rounded: how that base was quantised; None where it was not.
         head: of a classifier's base; see `card.head_of_base`.
-        products: the changes, by module, as the configuration calls these.
+        products: the changes, by module, as the configuration calls these, and by expert where these are fused.
         whole: base tensors that it brings whole, by name.
     """
 
@@ -71,7 +72,7 @@ class Source:
 
     def renamed(self, names: Mapping[str, str]) -> Source:
         """The same with other names of modules; those without another keep theirs."""
-        return replace(self, products={names.get(n, n): p for n, p in self.products.items()})
+        return replace(self, products={renamed(n, names): p for n, p in self.products.items()})
 
 
 def adapter_of(name: Any) -> Target:
@@ -128,13 +129,18 @@ def read_source(name: Any) -> Source:
             cure=INSTEAD,
         )
     kind = refuse_settings(config, KINDS, folder / CONFIG)
-    _refuse_other(kind, config, folder)
+    _refuse_other(kind, folder)
     found = entries(read_tensors(folder), kind.ending, kind.part)
     places: dict[str, dict[str, Tensor]] = {}
     for entry in found:
         if entry.role == "part":
             places.setdefault(plain_module(entry.module), {})[entry.part] = entry.tensor
-    products = {n: product_of(n, parts, config, folder) for n, parts in places.items()}
+    products: dict[str, Product] = {}
+    for name, parts in places.items():
+        if of_experts(name, config):
+            products |= taken_apart(name, parts, config, folder)
+        else:
+            products[name] = product_of(name, parts, config, folder)
     if not products:
         raise AdapterError("the adapter changes nothing by products", got=folder)
     record, rounded, head = read_record(folder), read_rounded(folder), head_of_base(folder)
@@ -156,18 +162,12 @@ def _whole(found: list[Entry]) -> dict[str, Tensor]:
     return {f"{plain_module(e.module)}.{e.part}": e.tensor for e in found if e.role == "whole"}
 
 
-def _refuse_other(kind: Kind, config: Config, folder: Path) -> None:
-    what = kind.technique.__name__
-    cure = INSTEAD if kind.peft_type in MERGED else "keep it as it is: it is no change of maps"
+def _refuse_other(kind: Kind, folder: Path) -> None:
     if kind.peft_type in ADDED and kind.technique is not DoRA:
-        if not config.get("target_parameters"):
-            return
-        what = "LoRA on fused experts, a product for each expert,"
-        cure = (
-            "keep it as it is; several act together without that: afina chat A:0.7 --adapter B:0.3"
-        )
+        return
+    cure = INSTEAD if kind.peft_type in MERGED else "keep it as it is: it is no change of maps"
     raise AdapterError(
-        f"this is arithmetic with one low-rank change a place, and {what} is none",
+        f"this is arithmetic with one low-rank change a place, and {kind.technique.__name__} is none",
         got=folder,
         wanted="LoRA or AdaLoRA",
         cure=cure,
@@ -194,6 +194,12 @@ def refuse_other_shapes(sources: list[Source]) -> None:
             if (other.shape, other.embedding) != (product.shape, product.embedding):
                 shapes = f"{other.shape} in {one.name}, {product.shape} in {source.name}"
                 wrong.append(f"{name}: {shapes}")
+    experts: dict[str, tuple[Source, int]] = {}
+    for source in sources:
+        for tensor, number in numbers(source.products).items():
+            one, other = experts.setdefault(tensor, (source, number))
+            if other != number:
+                wrong.append(f"{tensor}: {other} experts in {one.name}, {number} in {source.name}")
     if wrong:
         raise AdapterError(
             f"these adapters are of different models: {counted(len(wrong), 'place')} differ in shape",

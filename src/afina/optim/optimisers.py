@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ UNUSABLE = ("LBFGS", "SparseAdam", "Optimizer")
 
 WHOLE = ("adafactor", "muon")
 """Those whose step of a tensor is not a step of each of its numbers: means over rows and columns, or its matrix."""
+
+
+BUNCH = 2**20
+"""Numbers that move together where their gradients are widened first; a tensor of more moves alone."""
 
 
 class Optimiser:
@@ -47,6 +51,7 @@ class Optimiser:
         self.inner = _build(groups, name, options)
         groups_of = {id(p): group for group in self.inner.param_groups for p in group["params"]}
         self._group_of = {n: groups_of[id(master)] for n, master in self._masters.items()}
+        self._bunches = self._bunched()
 
     def set_lr(self, lr: float) -> None:
         """Sets the run's rate; each group takes its multiple of it."""
@@ -71,30 +76,52 @@ class Optimiser:
     @torch.no_grad()
     def step(self) -> None:
         """One step on the gradients that the tensors hold."""
-        halves = [n for n in self.names if self._masters[n] is not self._tensors[n]]
-        for n in halves:
-            gradient = self._tensors[n].grad
-            self._masters[n].grad = None if gradient is None else gradient.float()
-        self.inner.step()
-        for n in halves:
-            self._tensors[n].copy_(self._masters[n])
-            self._masters[n].grad = None
+        if self._bunches is None:
+            self.inner.step()
+        else:
+            for names in self._bunches:
+                self._step(names)
 
     @torch.no_grad()
     def step_of(self, name: str) -> None:
         """One step of one tensor, on the gradient that it holds: bit for bit its part of `step`."""
-        tensor, master = self._tensors[name], self._masters[name]
-        if master is not tensor:
-            master.grad = None if tensor.grad is None else tensor.grad.float()
+        self._step([name])
+
+    def _step(self, names: Sequence[str]) -> None:
+        """One step of tensors of one group; their fp32 gradients are there no longer than it takes."""
+        halves = [n for n in names if self._masters[n] is not self._tensors[n]]
+        for n in halves:
+            gradient = self._tensors[n].grad
+            self._masters[n].grad = None if gradient is None else gradient.float()
         every = self.inner.param_groups
-        self.inner.param_groups = [{**self._group_of[name], "params": [master]}]
+        members = [self._masters[n] for n in names]
+        self.inner.param_groups = [{**self._group_of[names[0]], "params": members}]
         try:
             self.inner.step()
         finally:
             self.inner.param_groups = every
-        if master is not tensor:
-            tensor.copy_(master)
-            master.grad = None
+        for n in halves:
+            self._tensors[n].copy_(self._masters[n])
+            self._masters[n].grad = None
+
+    def _bunched(self) -> list[list[str]] | None:
+        """Tensors that move together; None for all at once, where none has a master.
+
+        fp32 gradients of all tensors of a model would be new memory of twice its size at every step; those of a few
+        tensors at a time lie in the same memory each time, which is then in the caches.
+        """
+        if all(self._masters[n] is self._tensors[n] for n in self.names):
+            return None
+        bunches: list[list[str]] = []
+        for group in self.inner.param_groups:
+            room = -1
+            for n in (n for n in self.names if self._group_of[n] is group):
+                room -= self._tensors[n].numel()
+                if room < 0:
+                    bunches.append([])
+                    room = BUNCH - self._tensors[n].numel()
+                bunches[-1].append(n)
+        return bunches
 
     def clear_gradients(self) -> None:
         """Drops every gradient."""
