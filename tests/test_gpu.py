@@ -124,6 +124,30 @@ def test_our_kernels_on_a_gpu_compute_what_the_reference_does(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attn_on_a_gpu_computes_what_the_reference_does(
+    causal: bool, window: int | None
+) -> None:
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    segments = torch.tensor([[n for n, size in enumerate((70, 130, 3)) for _ in range(size)]])
+    shapes = [(1, heads, 203, 64) for heads in (9, 3, 3)]
+    near = {"causal": causal, "window": window}
+    wanted = with_gradients(
+        lambda q, k, v: reference.attention(q, k, v, segments, **near), shapes, "cpu"
+    )
+
+    def by_flash(*tensors: Tensor) -> Tensor:
+        halves = (x.bfloat16() for x in tensors)
+        with attention.computed_by("flash", torch.device("cuda")):
+            return attention.rows_attention(*halves, context, **near).to(tensors[0].dtype)
+
+    context = with_layout(Context(segments.cuda(), segments.cuda()))
+    for one, other in zip(with_gradients(by_flash, shapes, "cuda"), wanted, strict=True):
+        assert float((one - other).norm() / other.norm()) < 3e-2
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_loss_on_a_gpu_is_that_of_the_logits(softcap: float | None) -> None:

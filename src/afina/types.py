@@ -157,6 +157,7 @@ class Layout:
         shared: whether a key belongs to several rows.
         runs: that the line consists of, as numbers.
         masks: what the queries of a block see, once it was asked for; all layers of a pass share it.
+        made: what a way of computing attention makes of the line, likewise.
     """
 
     queries_P: Tensor
@@ -168,6 +169,7 @@ class Layout:
     masks: dict[Any, Tensor | None] = field(
         default_factory=dict[Any, "Tensor | None"], compare=False
     )
+    made: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
 
 
 @dataclass(frozen=True)

@@ -328,9 +328,14 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
 def test_kernels_that_cannot_run_here_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the package triton") as caught:
-        run(tmp_path / "run", attention="triton", steps=1)
-    assert "leave train.attention out" in str(caught.value.cure)
-    assert not (tmp_path / "run").exists()
+    for way, package in (("triton", "triton"), ("flash", "flash_attn")):
+        monkeypatch.setattr(attention, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=f"needs the package {package}") as caught:
+            run(tmp_path / "run", attention=way, steps=1)
+        assert "leave train.attention out" in str(caught.value.cure)
+        monkeypatch.setattr(attention, "find_spec", lambda name: name)
+        monkeypatch.setattr(attention, "_interpreted", lambda: False)
+        with pytest.raises(ConfigError, match=f"attention={way} needs a CUDA device"):
+            run(tmp_path / "run", attention=way, steps=1)
+        assert not (tmp_path / "run").exists()
     assert attention.backend(torch.device("cpu"), torch.float32).startswith("PyTorch")

@@ -150,7 +150,7 @@ def test_rows_that_share_their_beginning_see_it(causal: bool, window: int | None
     for tensor in tensors:
         tensor.requires_grad_(True)
     found: list[list[Tensor]] = []
-    for way in (nullcontext(), attention.by_kernels(torch.device("cpu"))):
+    for way in (nullcontext(), attention.computed_by("triton", torch.device("cpu"))):
         context = with_layout(Context(owners, owners), runs)
         with way:
             out = attention.rows_attention(*tensors, context, causal=causal, window=window)  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def test_rows_that_share_their_beginning_see_it(causal: bool, window: int | None
 def test_what_the_kernels_do_not_know_is_computed_otherwise() -> None:
     context = with_layout(Context(line([5])[None], line([5])[None]))
     q, k, v = (x.transpose(0, 1)[None].detach() for x in draw(5, 1, 2, 4, torch.float64))
-    with attention.by_kernels(torch.device("cpu")):
+    with attention.computed_by("triton", torch.device("cpu")):
         capped = attention.rows_attention(q, k, v, context, causal=True, softcap=2.0)
         assert "Triton" in attention.backend(torch.device("cpu"), torch.float32)
     wanted = reference.attention(q, k, v, context.segments_BT, causal=True, softcap=2.0)

@@ -132,9 +132,10 @@ class TrainSettings(Settings):
         default="auto",
         description="run the model's blocks as compiled graphs; auto: on a CPU, where the run is long enough to pay",
     )
-    attention: Literal["auto", "triton"] = Field(
+    attention: Literal["auto", "triton", "flash"] = Field(
         default="auto",
-        description="what computes attention in training; triton: afina's own kernels, unverified on a GPU so far",
+        description="what computes attention in training; triton: afina's own kernels, flash: the package flash-attn, "
+        "both unverified on a GPU so far",
     )
     kernels: bool = Field(
         default=True,

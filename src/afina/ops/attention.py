@@ -8,8 +8,8 @@ It is entered through Transformers' `AttentionInterface` (`ops.interface`). Thre
 everything: soft caps, dropout that can be made again, rows of any length in memory that grows with the length alone.
 PyTorch's own kernels are faster on a GPU, and on a CPU in fp32 (two to three times, forward and backward); in bf16 it
 is the tiles that are faster there, for PyTorch's backward is slow, and where the CPU multiplies bf16 matrices itself,
-`ops.native.attention`, which gathers nothing. `ops.kernels` is for a GPU and waits to be measured on one: it is taken
-where it is asked for (`by_kernels`).
+`ops.native.attention`, which gathers nothing. `ops.kernels` and `ops.flash` are for a GPU and wait to be measured on
+one: they are taken where they are asked for (`computed_by`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from afina.errors import ConfigError
-from afina.ops import tiles
+from afina.ops import flash, tiles
 from afina.ops.gathers import copy, pick, unpick
 from afina.ops.native import attention as native
 from afina.ops.native import library
@@ -36,56 +36,67 @@ from afina.types import Context, Layout, Places
 
 def backend(device: torch.device, dtype: torch.dtype) -> str:
     """What computes attention, for the log."""
-    if _kernels:
+    if _asked == "triton":
         return "afina's Triton kernels, which are unverified on a GPU"
+    if _asked == "flash" and dtype in flash.FORMATS:
+        return "the package flash-attn, which afina has not been tried with on a GPU"
     if device.type == "cpu" and dtype == torch.bfloat16 and library() is not None:
         return "afina's kernels in C++"
     mine = device.type == "cpu" and dtype != torch.float32
     return "afina's tiles" if mine else "PyTorch's scaled_dot_product_attention"
 
 
-_kernels = False
+Way = Literal["auto", "triton", "flash"]
+"""What is asked for: what is known to be fastest, `ops.kernels`, or `ops.flash`."""
+
+_asked: Way = "auto"
 
 
 @contextmanager
-def by_kernels(device: torch.device, *, wanted: bool = True) -> Generator[None, None, None]:
-    """Inside the block `ops.kernels` computes packed rows, where no soft cap and no dropout is asked for.
+def computed_by(way: Way, device: torch.device) -> Generator[None, None, None]:
+    """Inside the block it computes packed rows, where no soft cap and no dropout is asked for.
 
     Args:
+        way: one of `Way`.
         device: of the model.
-        wanted: False changes nothing.
 
     Raises:
-        ConfigError: there is no Triton, or it cannot run on this device.
+        ConfigError: it is not installed, or cannot run on this device.
     """
-    global _kernels
-    if not wanted:
-        yield
-        return
-    refuse_no_kernels(device)
-    before, _kernels = _kernels, True
+    global _asked
+    refuse_missing(way, device)
+    before, _asked = _asked, way
     try:
         yield
     finally:
-        _kernels = before
+        _asked = before
 
 
-def refuse_no_kernels(device: torch.device) -> None:
-    """Raises where `ops.kernels` cannot run.
+def refuse_missing(way: Way, device: torch.device) -> None:
+    """Raises where a way cannot compute attention.
 
     Raises:
-        ConfigError: there is no Triton, or it cannot run on this device.
+        ConfigError: it is not installed, or cannot run on this device.
     """
+    if way == "auto":
+        return
     cure = "leave train.attention out: then what is known to work here computes it"
-    if find_spec("triton") is None:
-        raise ConfigError(
-            "train.attention=triton needs the package triton",
-            cure=f"install torch for CUDA, which brings it; or {cure}",
+    package = {"triton": "triton", "flash": "flash_attn"}[way]
+    if find_spec(package) is None:
+        get = (
+            "torch for CUDA, which brings it" if way == "triton" else "flash-attn, by its own page"
         )
+        raise ConfigError(
+            f"train.attention={way} needs the package {package}", cure=f"install {get}; or {cure}"
+        )
+    if device.type != "cuda" and not (way == "triton" and _interpreted()):
+        raise ConfigError(f"train.attention={way} needs a CUDA device", got=str(device), cure=cure)
+
+
+def _interpreted() -> bool:
     from triton import knobs  # pyright: ignore
 
-    if device.type != "cuda" and not knobs.runtime.interpret:  # pyright: ignore
-        raise ConfigError("train.attention=triton needs a CUDA device", got=str(device), cure=cure)
+    return bool(knobs.runtime.interpret)  # pyright: ignore
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -113,8 +124,10 @@ def rows_attention(
     layout = context.layout
     if layout is None:
         return _padded(q_BHTD, k_BHTD, v_BHTD, context.segments_BT >= 0, rule)
-    if _kernels and not softcap and not dropout:
+    if _asked == "triton" and not softcap and not dropout:
         return _in_kernels(q_BHTD, k_BHTD, v_BHTD, context, layout, rule)
+    if _asked == "flash" and not softcap and not dropout and flash.knows(q_BHTD, k_BHTD):
+        return _in_flash(q_BHTD, k_BHTD, v_BHTD, layout, rule)
     if not softcap and not dropout and native.knows(q_BHTD, k_BHTD):
         how: dict[str, Any] = {"causal": causal, "scale": scaling, "window": window}
         return native.attention(q_BHTD, k_BHTD, v_BHTD, layout.runs, **how)
@@ -209,6 +222,17 @@ def _in_kernels(
     if layout.shared:
         k_SKD, v_SKD = (copy(x, layout.keys_Q) for x in (k_SKD, v_SKD))
     out_THD, _ = kernels.attend(_by_token(q), k_SKD, v_SKD, ranges, scale=rule.scale)
+    return out_THD.transpose(0, 1)[None]
+
+
+def _in_flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rule: Rule) -> Tensor:
+    """One packed line through `ops.flash`."""
+    key = f"flash, {q.device}"
+    if key not in layout.made:
+        layout.made[key] = flash.cuts_of(layout.runs, q.shape[2], q.device)
+    how: dict[str, Any] = {"causal": rule.causal, "scale": rule.scale, "window": rule.window}
+    by_token = [_by_token(x) for x in (q, k, v)]
+    out_THD = flash.attend(by_token[0], by_token[1], by_token[2], layout.made[key], **how)
     return out_THD.transpose(0, 1)[None]
 
 

@@ -78,12 +78,11 @@ def first_steps(trial: Trial) -> tuple[Finding, Finding]:
     try:
         kept = nullcontext() if trial.disposable else untouched(trial.edit)
         again = Blocks(trial.model, trial.settings.recompute).running()
-        wanted = trial.settings.attention == "triton"
-        by_kernels = attention.by_kernels(trial.device, wanted=wanted)
+        way = attention.computed_by(trial.settings.attention, trial.device)
         place_of(trial.edit, trial.plan, trial.seams)
         packed = packing(trial.model, trial.packed)
         plain = native.off(wanted=not trial.settings.kernels)
-        with threads(trial.settings.threads), kept, plain, packed, by_kernels, again:
+        with threads(trial.settings.threads), kept, plain, packed, way, again:
             trial.model.train()
             tokens, why = trial.micro_tokens()
             steps = list(islice(loop(_work(trial, tokens), trial.windows()), AUDITED_STEPS))

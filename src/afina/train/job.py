@@ -131,8 +131,7 @@ class Job:
             self._refuse_too_little_room(bool(val_rows))
         resolved = self.options.config or self._as_config(data, val)
         self.seams = self.edit.seams(self.total_steps).and_then(self.options.seams)
-        if self.settings.attention == "triton":
-            attention.refuse_no_kernels(self._device())
+        attention.refuse_missing(self.settings.attention, self._device())
         self.plan = self._plan(rows)
         self.place = place_of(self.edit, self.plan, self.seams)
         if self.place is not None:
@@ -341,12 +340,10 @@ class Job:
         packed = self.options.data_settings.packing
         own = getattr(getattr(self.model, "config", None), "_attn_implementation", "")
         training = self.model.training
-        by_kernels = attention.by_kernels(
-            self._device(), wanted=self.settings.attention == "triton"
-        )
+        way = attention.computed_by(self.settings.attention, self._device())
         offload = offloaded(self.model, self._device(), wanted=self.settings.offload_activations)
         plain = native.off(wanted=not self.settings.kernels)
-        with plain, packing(self.model, packed), by_kernels, self.blocks.running(), offload:
+        with plain, packing(self.model, packed), way, self.blocks.running(), offload:
             self.model.train()
             try:
                 passes, why = self._passes()
