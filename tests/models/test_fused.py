@@ -113,6 +113,84 @@ def test_losses_and_gradients_are_those_of_the_model(
     assert error(wrong, exact) > 0.05
 
 
+def dora(model: Any) -> Edit:
+    edit = afina.apply(model, [afina.DoRA(rank=5)], seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in edit.trainable().items():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if name.endswith(".b"):
+            parameter.data.copy_(drawn * 0.05)
+        elif name.endswith(".m"):
+            parameter.data.mul_((1 + drawn * 0.2).to(parameter.dtype))
+    return edit
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_lengths_of_rows_train(kind: str) -> None:
+    """DoRA: each kind of tensor of each map, against the model's own way in fp64."""
+    model, exact_model = made(kind), made(kind, torch.float64)
+    edit, exact_edit = dora(model), dora(exact_model)
+    loss, slopes, why = passed(model, edit)
+    assert why is None
+    exact_loss, exact, _ = passed(exact_model, exact_edit)
+    assert abs(loss - exact_loss) < 2e-3 * exact_loss
+    ends = {".".join(name.split(".")[-4:]) for name in exact}
+    assert len(ends) == 7 * 3
+    with native.off():
+        plain_loss, plain, why = passed(model, edit)
+    assert why is not None
+    assert abs(plain_loss - exact_loss) < 5e-3 * exact_loss
+    for end in ends:
+        right = {n: s for n, s in exact.items() if n.endswith(end)}
+        assert error(slopes, right) < max(1.3 * error(plain, right), 0.03), end
+        assert error(slopes, right) < 0.06, end
+    # Without what lengths do to it, a gradient is far off.
+    wrong = {n: s * 1.2 if n.endswith(".m") else s for n, s in slopes.items()}
+    assert error(wrong, {n: s for n, s in exact.items() if n.endswith(".m")}) > 0.1
+    again = passed(model, edit, recompute=True)
+    assert again[0] == loss
+    assert all(torch.equal(again[1][n], slopes[n]) for n in slopes)
+
+
+@needs_kernels
+def test_lengths_that_are_not_taken() -> None:
+    model = made("llama")
+    block = model.model.layers[0]
+    edit = dora(model)
+    assert fused.reason(block) is None
+    m = block.self_attn.q_proj.dora.m
+    kept = m.detach().clone()
+    with torch.no_grad():
+        m[3] = 0
+    assert fused.reason(block) == "a row of it has the length 0"
+    with torch.no_grad():
+        m.copy_(kept)
+    edit.scale(0.5)
+    assert "adds more than a low-rank product" in (fused.reason(block) or "")
+    edit.scale(1.0)
+    assert fused.reason(block) is None
+    block.mlp.gate_proj.weight.requires_grad_(True)
+    assert fused.reason(block) == "its rows have lengths"
+
+
+@needs_kernels
+def test_kept_squares_follow_the_weight() -> None:
+    """The norms of rows are those of the weight as it is now."""
+    model = made("llama")
+    edit = dora(model)
+    linear = model.model.layers[1].mlp.up_proj
+    delta = linear.dora
+    for _ in range(2):
+        _, found = delta.lengths(linear)
+        a, b = (factor.detach().double() for factor in (delta.a, delta.b))
+        wanted = (linear.weight.double() + delta.scaling * b @ a).norm(dim=1)
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=2e-3, atol=0)
+        with torch.no_grad():
+            linear.weight.mul_(1.5)
+    edit.undo()
+
+
 @needs_kernels
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_its_own_weights_train(kind: str) -> None:

@@ -24,7 +24,7 @@ from afina.config import ParallelSettings
 from afina.parallel.failures import LostError
 from afina.parallel.hosts import Hosts, Meeting
 from afina.parallel.processes import Processes
-from afina.parallel.watch import ANSWER_S, Watch, is_lost
+from afina.parallel.watch import ANSWER_S, STEP, Watch, is_lost
 from afina.train import checkpoint
 from afina.train.metrics import read_metrics
 from tests.parallel.pool import Pool
@@ -213,6 +213,8 @@ def test_the_step_of_a_process_is_known_when_it_is_gone() -> None:
     watch = Watch(client, 1, 2, 10)
     watch.at(4)
     watch.at(5)
+    # The store answers no set: what is asked behind it, on the same line, is answered when it is done.
+    assert client.get(STEP.format(1)) == b"5"
     assert meeting.step_of(1) == 5
     assert meeting.failed() is None
 

@@ -1,9 +1,9 @@
 """Blocks that `ops.native.block` computes as one operation: which those are, and how they are called.
 
 A block is taken whole where its kind is known, its weights are bf16 on a CPU with a matrix unit, and nothing acts
-inside it but low-rank paths beside its maps; its own weights may train or not. This is asked at every call, so that a
-hook that comes later, or a technique that is switched off for a while, is seen. Everything else is computed as the
-model itself does.
+inside it but low-rank paths beside its maps, with lengths of the rows or without (DoRA); its own weights may train or
+not. This is asked at every call, so that a hook that comes later, or a technique that is switched off for a while, is
+seen. Everything else is computed as the model itself does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.ops import native
-from afina.ops.native.block import Block, Line, Map, block
+from afina.ops.native.block import Block, Lengths, Line, Map, block
 from afina.seams.calls import Call
 from afina.tree import Around, Delta, low_rank_path
 from afina.types import Context
@@ -83,6 +83,8 @@ def block_of(module: nn.Module) -> Block:
     width = int(attention.head_dim)
     _require(width % 32 == 0, f"its heads are {width} wide, not a multiple of 32")
     q, k, v, o, gate, up, down = maps
+    gained = [m for m in (gate, up) if m.lengths is not None and m.bias_O is not None]
+    _require(not gained, "rows of its gate have lengths and a bias")
     first, second = norms
     return Block(
         q,
@@ -112,8 +114,17 @@ def _map(linear: nn.Module) -> Map:
     if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         _plain(linear.bias)
     _require(linear.weight.shape[0] % 32 == 0 and linear.weight.shape[1] % 32 == 0, "odd widths")
-    a, b, scaling = found or (None, None, 0.0)
-    return Map(linear.weight, linear.bias, a, b, scaling)
+    if found is None:
+        return Map(linear.weight, linear.bias, None, None, 0.0)
+    lengths = found.delta.lengths(linear)
+    if lengths is None:
+        return Map(linear.weight, linear.bias, found.a_RI, found.b_OR, found.scaling)
+    m, n = lengths
+    own = (linear.weight, linear.bias)
+    _require(not any(x is not None and x.requires_grad for x in own), "its rows have lengths")
+    _require(bool(m.detach().all()), "a row of it has the length 0")
+    gained = Lengths(m, n, m.detach() / n)
+    return Map(linear.weight, linear.bias, found.a_RI, found.b_OR, found.scaling, gained)
 
 
 def _plain(weight: Tensor) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from afina import seams
 from afina.errors import TechniqueError
 from afina.ops.lowrank import low_rank_add
+from afina.ops.native.gemm import gemm, part
 from afina.techniques.lora import LoRA, LoRADelta, low_rank_rows, within_of
 from afina.tree import Delta, Edit, Reads, Side
 from afina.tree.pieces import Share
@@ -119,6 +120,12 @@ def row_norms(
     return squares_O.clamp_min(torch.finfo(wide).tiny).sqrt()
 
 
+def _squares(weight_OI: Tensor) -> Tensor:
+    """‖W‖² of each row, (O,) in fp32."""
+    starts = range(0, weight_OI.shape[0], ROWS)
+    return torch.cat([weight_OI[at : at + ROWS].detach().float().square().sum(1) for at in starts])
+
+
 def rescaled(z: Tensor, m_O: Tensor, norms_O: Tensor, bias_O: Tensor | None) -> Tensor:
     """b + (m / n) ∘ (z - b), rounded once; it is `z`, bit for bit, where m is n.
 
@@ -161,9 +168,24 @@ class DoRADelta(LoRADelta):
             torch.ones(site.out_features, dtype=self.b.dtype, device=self.b.device)
         )
         self._kept: tuple[tuple[weakref.ref[Tensor], ...], tuple[int, ...], Tensor] | None = None
+        self._squares: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
-    def low_rank(self) -> None:
-        """See `Delta.low_rank`: it also scales what the weight does."""
+    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
+        """See `Delta.low_rank`; a part of the way is no such change."""
+        return super().low_rank() if self.strength == 1 else None
+
+    @torch.no_grad()
+    def lengths(self, base: nn.Module) -> tuple[Tensor, Tensor]:
+        """m and n; W Aᵀ is a product in bf16, and ‖W‖² is kept until W changes."""
+        weight, a_RI, b_OR = base.get_parameter("weight"), self.a, self.b
+        seen = self._squares
+        if seen is None or seen[0]() is not weight or seen[1] != weight._version:
+            squares = _squares(weight)
+            seen = self._squares = (weakref.ref(weight), weight._version, squares)
+        cross_OR = gemm(torch.empty_like(b_OR), part(weight, a_RI))
+        found_O = seen[2] + (cross_OR * b_OR).sum(1) * (2 * self.scaling)
+        found_O += ((b_OR @ (a_RI @ a_RI.t())) * b_OR).sum(1) * self.scaling**2
+        return self.m, found_O.clamp_min_(torch.finfo(found_O.dtype).tiny).sqrt_()
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The rows of base and change together, at the lengths m."""

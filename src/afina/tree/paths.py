@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from afina.tree.technique import Delta, acts_after
 
 
-def low_rank_path(module: nn.Module) -> tuple[Tensor, Tensor, float] | str | None:
+class LowRank(NamedTuple):
+    """A path s B A x beside a map.
+
+    Attributes:
+        a_RI: A.
+        b_OR: B.
+        scaling: s.
+        delta: the child, which may give lengths to the rows of both; see `Delta.lengths`.
+    """
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scaling: float
+    delta: Delta
+
+
+def low_rank_path(module: nn.Module) -> LowRank | str | None:
     """What acts at a map.
 
     Args:
         module: the map.
 
     Returns:
-        A (r, in), B (out, r) and s of the path s B A x beside it; None where nothing acts; else, in words, what does.
+        The path beside it; None where nothing acts; else, in words, what does.
     """
     known: Any = module
     before = (known._forward_pre_hooks, known._backward_hooks, known._backward_pre_hooks)
@@ -35,4 +51,4 @@ def low_rank_path(module: nn.Module) -> tuple[Tensor, Tensor, float] | str | Non
     if path is None or len(found) > 1:
         names = " and ".join(type(delta).__name__.removesuffix("Delta") for delta in found)
         return f"{names} at its maps adds more than a low-rank product"
-    return path
+    return LowRank(*path, found[0])

@@ -128,7 +128,15 @@ class Delta(nn.Module, ABC):
         return found
 
     def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
-        """A (r, in), B (out, r) and s where it adds s B A x to a linear's output just now, and does nothing else."""
+        """A (r, in), B (out, r) and s where all that it does to a linear is to add s B A x, and to set `lengths`."""
+        return None
+
+    def lengths(self, base: nn.Module) -> tuple[Tensor, Tensor] | None:
+        """Lengths m (out,) that it gives the rows of the sum of W and s B A, and those n that they have; None: none.
+
+        Args:
+            base: the linear, of a weight in bf16 that the kernels in C++ multiply.
+        """
         return None
 
     def weights(self) -> Mapping[str, Delta]:

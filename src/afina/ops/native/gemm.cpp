@@ -1,4 +1,4 @@
-// C = alpha * (sum over parts of A B) + bias + residual, in the CPU's matrix unit, sums in fp32 and rounded once; or C +=
+// C = alpha * gain * (sum over parts of A B) + bias + residual, column by column, in the CPU's matrix unit, sums in fp32 and rounded once; or C +=
 // that, where C is fp32.
 //
 // What stands beside one another in a model is one product here: a frozen map and the low-rank path at its side, or
@@ -23,6 +23,9 @@ struct Out {
   int64_t step;
   bool wide, more;  // fp32; added to what is there
   float alpha;
+  const float* gain;  // of each column, or none
+  bf16* raw;          // gets alpha * the sums, or nothing
+  int64_t raw_step;
   const bf16* bias;
   const bf16* residual;
   int64_t residual_step;
@@ -33,16 +36,19 @@ void finish(const Out& out, const float* sums, int64_t m0, int64_t rows, int64_t
   for (int64_t n = 0; n < columns; n += 16) {
     const int here = (int)std::min<int64_t>(16, columns - n);
     const __m512 bias = out.bias ? load_n(out.bias + n0 + n, here) : _mm512_setzero_ps();
+    const __mmask16 these = (__mmask16)((1u << here) - 1);
+    const __m512 factor = out.gain ? _mm512_mul_ps(alpha, _mm512_maskz_loadu_ps(these, out.gain + n0 + n)) : alpha;
     for (int64_t m = 0; m < rows; m++) {
-      __m512 x = _mm512_fmadd_ps(_mm512_load_ps(sums + m * PANEL + n), alpha, bias);
+      const __m512 sum = _mm512_load_ps(sums + m * PANEL + n);
+      __m512 x = _mm512_fmadd_ps(sum, factor, bias);
       const int64_t row = m0 + m;
+      if (out.raw) store_n(out.raw + row * out.raw_step + n0 + n, _mm512_mul_ps(sum, alpha), here);
       if (out.residual)
         x = _mm512_add_ps(x, load_n(out.residual + row * out.residual_step + n0 + n, here));
       if (out.wide) {
         float* at = (float*)out.c + row * out.step + n0 + n;
-        const __mmask16 mask = (__mmask16)((1u << here) - 1);
-        if (out.more) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, at));
-        _mm512_mask_storeu_ps(at, mask, x);
+        if (out.more) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(these, at));
+        _mm512_mask_storeu_ps(at, these, x);
       } else
         store_n((bf16*)out.c + row * out.step + n0 + n, x, here);
     }
@@ -52,10 +58,11 @@ void finish(const Out& out, const float* sums, int64_t m0, int64_t rows, int64_t
 }  // namespace
 
 extern "C" void afina_gemm(int64_t m, int64_t n, const Part* parts, int64_t count, void* c,
-                           int64_t c_step, int64_t c_wide, int64_t more, double alpha, const bf16* bias,
-                           const bf16* residual, int64_t residual_step) {
+                           int64_t c_step, int64_t c_wide, int64_t more, double alpha, const float* gain,
+                           bf16* raw, int64_t raw_step, const bf16* bias, const bf16* residual,
+                           int64_t residual_step) {
   if (m <= 0 || n <= 0) return;
-  const Out out{c, c_step, c_wide != 0, more != 0, (float)alpha, bias, residual, residual_step};
+  const Out out{c, c_step, c_wide != 0, more != 0, (float)alpha, gain, raw, raw_step, bias, residual, residual_step};
   const int64_t panels = (n + PANEL - 1) / PANEL;
   int64_t depth = 0;
   for (int64_t i = 0; i < count; i++) depth += parts[i].k;

@@ -60,16 +60,20 @@ def gemm(
     out_MN: Tensor,
     *parts: Part,
     alpha: float = 1.0,
+    gain_N: Tensor | None = None,
+    raw_MN: Tensor | None = None,
     bias_N: Tensor | None = None,
     residual_MN: Tensor | None = None,
     more: bool = False,
 ) -> Tensor:
-    """out = alpha · (sum of the parts) + bias + residual.
+    """out = alpha · gain ∘ (sum of the parts) + bias + residual.
 
     Args:
         out_MN: bf16 or fp32, its rows dense; written, and returned.
         parts: see `part`.
         alpha: see above.
+        gain_N: of each column; fp32.
+        raw_MN: bf16, its rows dense; gets alpha · (sum of the parts).
         bias_N: bf16.
         residual_MN: bf16; may be `out_MN` itself.
         more: it is added to `out_MN`, which is fp32.
@@ -85,6 +89,9 @@ def gemm(
         c_int64(out_MN.dtype == torch.float32),
         c_int64(more),
         c_double(alpha),
+        native.address(gain_N),
+        native.address(raw_MN),
+        c_int64(0 if raw_MN is None else raw_MN.stride(0)),
         native.address(bias_N),
         native.address(residual_MN),
         c_int64(0 if residual_MN is None else residual_MN.stride(0)),

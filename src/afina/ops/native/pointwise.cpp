@@ -151,4 +151,22 @@ void afina_sums(const bf16* dy, int64_t step, const bf16* x, const float* rstd, 
   }
 }
 
+// dz = gain * dy column by column, and sums[c] = sum over t of dy[t][c] z[t][c]; dz may be dy. `width` is a multiple of 32.
+void afina_gain_back(const bf16* dy, int64_t dy_step, const bf16* z, int64_t z_step, const float* gain,
+                     int64_t tokens, int64_t width, bf16* dz, int64_t dz_step, float* sums) {
+#pragma omp parallel for schedule(static)
+  for (int64_t c = 0; c < width; c += 32) {
+    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    const __m512 by[2] = {_mm512_loadu_ps(gain + c), _mm512_loadu_ps(gain + c + 16)};
+    for (int64_t t = 0; t < tokens; t++)
+      for (int j = 0; j < 2; j++) {
+        const __m512 v = load16(dy + t * dy_step + c + 16 * j);
+        sum[j] = _mm512_fmadd_ps(v, load16(z + t * z_step + c + 16 * j), sum[j]);
+        store16(dz + t * dz_step + c + 16 * j, _mm512_mul_ps(v, by[j]));
+      }
+    _mm512_storeu_ps(sums + c, sum[0]);
+    _mm512_storeu_ps(sums + c + 16, sum[1]);
+  }
+}
+
 }  // extern "C"
