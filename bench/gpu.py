@@ -1,8 +1,9 @@
-"""Do CPU and GPU agree? Runs the tests marked `gpu`; where there is no CUDA device it says so and ends well.
+"""Do CPU and GPU agree, and how fast is afina there? Where there is no CUDA device it says so and ends well.
 
     python bench/gpu.py [--quick] [--json FILE]
 
-`--quick` changes nothing here (the tests take seconds); every script of bench/ takes it.
+First the tests marked `gpu` run, which compare each operation with its reference. Then the operations are timed in bf16
+beside PyTorch's and those of installed tools (see `bench/kit/on_gpu.py`), all taking turns; `--quick` has few sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 when all agree or there is nothing to ask."""
     parser = argparse.ArgumentParser(description="Do CPU and GPU agree?")
-    parser.add_argument("--quick", action="store_true", help="accepted, and changes nothing")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
 
@@ -40,9 +41,26 @@ def main(arguments: list[str] | None = None) -> int:
             cwd=ROOT,
             check=False,
         ).returncode
-        rows = [figure(device, *counts(report))]
+        rows = [figure(device, *counts(report)), *speeds(quick=options.quick)]
     write_rows(options.json, rows)
     return status
+
+
+def speeds(*, quick: bool) -> list[dict[str, Any]]:
+    """Rows of the operations' time and memory, which are printed too."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from bench import ops
+    from bench.kit.on_gpu import figures, left_out
+    from bench.kit.report import table
+
+    sizes = ops.Sizes((512,), 1024, 5) if quick else ops.Sizes((128, 512, 2048, 8192), 8192, 11)
+    found = list(figures("cuda", torch.bfloat16, sizes, 2048 if quick else 16_384))
+    print(table(found))
+    for line in left_out("cuda"):
+        print(line)
+    return [each.row() for each in found]
 
 
 def counts(report: Path) -> tuple[int, int]:

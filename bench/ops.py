@@ -116,7 +116,7 @@ def attention(sizes: Sizes, dtype: Any) -> list[Any]:
     return figures
 
 
-def attention_ways(lengths: Sequence[int], dtype: Any) -> dict[str, Way]:
+def attention_ways(lengths: Sequence[int], dtype: Any, device: str = "cpu") -> dict[str, Way]:
     """Forward and backward of each way, on the same rows."""
     import torch
     import torch.nn.functional as F
@@ -130,7 +130,9 @@ def attention_ways(lengths: Sequence[int], dtype: Any) -> dict[str, Way]:
     shapes = [
         (len(lengths), heads, longest, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
     ]
-    *padded, above_padded = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    *padded, above_padded = (
+        torch.randn(shape, generator=draw).to(dtype).to(device) for shape in shapes
+    )
     for row, length in enumerate(lengths):
         above_padded[row, :, length:] = 0
     *line, above = (
@@ -141,7 +143,7 @@ def attention_ways(lengths: Sequence[int], dtype: Any) -> dict[str, Way]:
         tensor.requires_grad_()
     segments = torch.tensor([[n for n, length in enumerate(lengths) for _ in range(length)]])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    context = with_layout(Context(segments, positions))
+    context = with_layout(Context(segments.to(device), positions.to(device)))
 
     def ours() -> None:
         q, k, v = line
@@ -155,7 +157,7 @@ def attention_ways(lengths: Sequence[int], dtype: Any) -> dict[str, Way]:
     def eager() -> None:
         q, k, v = padded
         k, v = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (k, v))
-        hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+        hidden = torch.ones(longest, longest, dtype=torch.bool, device=device).triu(1)
         scores = (q @ k.transpose(2, 3) * WIDTH**-0.5).masked_fill(hidden, -torch.inf)
         (torch.softmax(scores, -1, dtype=torch.float32).to(dtype) @ v).backward(above_padded)
 
@@ -181,7 +183,7 @@ def loss(sizes: Sizes, dtype: Any) -> list[Any]:
     ]
 
 
-def loss_way(name: str, positions: int, dtype: Any) -> Way:
+def loss_way(name: str, positions: int, dtype: Any, device: str = "cpu") -> Way:
     """Forward and backward of a frozen head's loss."""
     import torch
     import torch.nn.functional as F
@@ -189,9 +191,9 @@ def loss_way(name: str, positions: int, dtype: Any) -> Way:
     from afina.ops.loss import linear_cross_entropy
 
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn((positions, HIDDEN), generator=draw).to(dtype).requires_grad_()
-    weight = (torch.randn((VOCABULARY, HIDDEN), generator=draw) * 0.05).to(dtype)
-    targets = torch.randint(0, VOCABULARY, (positions,), generator=draw)
+    hidden = torch.randn((positions, HIDDEN), generator=draw).to(dtype).to(device).requires_grad_()
+    weight = (torch.randn((VOCABULARY, HIDDEN), generator=draw) * 0.05).to(dtype).to(device)
+    targets = torch.randint(0, VOCABULARY, (positions,), generator=draw).to(device)
 
     def ours() -> None:
         linear_cross_entropy(hidden, weight, targets).sum().backward()
@@ -199,7 +201,13 @@ def loss_way(name: str, positions: int, dtype: Any) -> Way:
     def logits() -> None:
         F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum").backward()
 
-    return ours if name == "afina" else logits
+    def liger() -> None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore
+
+        lost: Any = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        lost(weight, hidden, targets).backward()
+
+    return {"afina": ours, "logits": logits, "liger": liger}[name]
 
 
 def memory_of(name: str, positions: int, dtype: str) -> int:
