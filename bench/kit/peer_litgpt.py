@@ -3,7 +3,7 @@
 Run as `python -m bench.kit.peer_litgpt JOB.json`.
 
 Everything but the rows, their order, LoRA and the learning rate is its default, except that its precision is the knob
-`dtype` throughout (its default computes in bf16 beside fp32 weights, which is slower) and that the step's rows go
+`dtype` throughout (its default computes in bf16 beside fp32 weights) and that the step's rows go
 through the model at once instead of one after the other. A step's end is noted by the optimiser, which litgpt lets a
 user name; what it does behind the last step (merging, writing) is left out.
 """

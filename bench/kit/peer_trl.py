@@ -33,7 +33,6 @@ def run(job: Job) -> None:
 def build(job: Job, rows: Rows, order: list[int]) -> Any:
     """The trainer with model, adapter, the rows in their order and a callback that takes notes."""
     import torch
-    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTTrainer  # pyright: ignore
@@ -44,16 +43,22 @@ def build(job: Job, rows: Rows, order: list[int]) -> Any:
     config = LoraConfig(
         r=job.rank, lora_alpha=job.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    columns = zip(*(rows.train[place] for place in order), strict=True)
-    data = Dataset.from_dict(dict(zip(("input_ids", "labels"), map(list, columns), strict=True)))
     return SFTTrainer(
         model=model,
         args=arguments(job),
-        train_dataset=data,
+        train_dataset=dataset(rows, order),
         processing_class=AutoTokenizer.from_pretrained(job.model),
         peft_config=config,
         callbacks=[note_taker(job, rows, order)],
     )
+
+
+def dataset(rows: Rows, order: list[int]) -> Any:
+    """The rows in their order, as TRL's trainer takes what is tokenised."""
+    from datasets import Dataset
+
+    columns = zip(*(rows.train[place] for place in order), strict=True)
+    return Dataset.from_dict(dict(zip(("input_ids", "labels"), map(list, columns), strict=True)))
 
 
 def arguments(job: Job) -> Any:

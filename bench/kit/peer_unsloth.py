@@ -36,11 +36,10 @@ def run(job: Job) -> None:
 def build(job: Job, rows: Rows, order: list[int]) -> Any:
     """The trainer with model, adapter, the rows in their order and a callback that takes notes."""
     import torch
-    from datasets import Dataset
     from trl import SFTTrainer  # pyright: ignore
     from unsloth import FastLanguageModel  # pyright: ignore
 
-    from .peer_trl import arguments
+    from .peer_trl import arguments, dataset
 
     model, tokenizer = FastLanguageModel.from_pretrained(
         job.model,
@@ -56,12 +55,10 @@ def build(job: Job, rows: Rows, order: list[int]) -> Any:
         target_modules=LINEARS,
         random_state=job.seed,
     )
-    columns = zip(*(rows.train[place] for place in order), strict=True)
-    data = Dataset.from_dict(dict(zip(("input_ids", "labels"), map(list, columns), strict=True)))
     return SFTTrainer(
         model=model,
         args=arguments(job),
-        train_dataset=data,
+        train_dataset=dataset(rows, order),
         processing_class=tokenizer,
         callbacks=[note_taker(job, rows, order)],
     )

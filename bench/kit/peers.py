@@ -41,7 +41,7 @@ OTHERS = (
         ("llamafactory", "trl", "peft", "transformers", "torch"),
         {},
     ),
-    Other("litgpt", "litgpt", ("litgpt[extra]",), ("litgpt", "lightning", "torch"), {}),
+    Other("litgpt", "litgpt", ("litgpt",), ("litgpt", "lightning", "torch"), {}),
     Other(
         "unsloth",
         "Unsloth",

@@ -499,6 +499,20 @@ def test_what_cancels_is_told_and_what_does_not_is_not(tmp_path: Path) -> None:
         assert note not in combine([(a, 1.0), (b, -1.0)], tmp_path / "c", settings=settings).notes
 
 
+def test_what_never_was_anything_does_not_cancel(tmp_path: Path) -> None:
+    made_by_peft("llama", tmp_path / "a", {"r": 2, "target_modules": ["q_proj"]}, 0)
+
+    def untrained(tensors: dict[str, Tensor]) -> None:
+        for key in tensors:
+            if "lora_B" in key:
+                tensors[key].zero_()
+
+    edit_tensors(tmp_path / "a", untrained)
+    assert not any(
+        "cancel" in note for note in combine({tmp_path / "a": 1.0}, tmp_path / "c").notes
+    )
+
+
 def test_energy_of_cross_terms_is_not_called_kept(tmp_path: Path) -> None:
     settings = {"r": 4, "target_modules": ["q_proj"]}
     for number, name in enumerate("ab"):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from afina import seams
-from afina.adapters.base_files import readable, reader
+from afina.adapters.base_files import reader
 from afina.adapters.fingerprint import Read, base_fingerprint, same_base
 from afina.adapters.fitting import KINDS, fit
 from afina.adapters.kinds import refuse_settings
@@ -100,13 +100,13 @@ def open_model(name: str, folder: Path, head: Mapping[str, Any] | None = None) -
     """
     shards, skeleton = read_shards(folder), hub.skeleton(folder, **(head or {}))
     skeleton.config._name_or_path = str(folder)  # for errors
-    located = readable(skeleton, shards)
+    read, located = reader(skeleton, shards)
     ties = {one: group for group in tied_groups(skeleton) for one in group}
     names = [one for one, _ in skeleton.named_parameters()]
     lost = {one for one in names if not located & {one, *ties.get(one, ())}}
     anew = tuple(f"{module}." for module in seams.task_head(skeleton))
     new = frozenset(one for one in lost if one.startswith(anew))
-    return AtHand(name, folder, skeleton, reader(skeleton, shards), lost == new, new)
+    return AtHand(name, folder, skeleton, read, lost == new, new)
 
 
 def base_at_hand(

@@ -60,15 +60,13 @@ ReadTensor = Callable[[str], Tensor]
 """The base's tensor of that name, read from its file."""
 
 
-def readable(skeleton: Any, shards: Shards) -> set[str]:
-    """Those of the skeleton's names that `reader` finds, as they stand or in pieces; ties count by themselves."""
-    return {p.name for p in places(skeleton, shards).values() if p.whole or p.piece}
-
-
-def reader(skeleton: Any, shards: Shards) -> ReadTensor:
+def reader(skeleton: Any, shards: Shards) -> tuple[ReadTensor, set[str]]:
     """Finds the base's tensors by the model's names; of each only what is looked at is read.
 
     What files keep in pieces is read whole, and put together as Transformers does when it loads the model.
+
+    Returns:
+        What reads, and the names that it finds; of tied ones those in the files.
     """
     found = places(skeleton, shards)
     every = [one for file in shards.values() for one in file]
@@ -87,7 +85,7 @@ def reader(skeleton: Any, shards: Shards) -> ReadTensor:
             return put_together(skeleton, name, pieces[name])
         raise ModelError("the base's files keep this tensor in another form", got=name)
 
-    return read
+    return read, {*where, *pieces}
 
 
 def put_together(skeleton: Any, name: str, pieces: Sequence[Stored]) -> Tensor:

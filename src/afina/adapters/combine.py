@@ -130,7 +130,7 @@ def combine(
     products, places = _products(pairs, settings.how())
     whole = _whole(pairs, settings.how(), hand)
     told = _told(pairs, settings, places)
-    notes += [*_tokenizers(found), *_idle(pairs, places)]
+    notes += [*_tokenizers(found), *([] if whole else _idle(pairs, products))]
     notes += result_of(found, products, whole, at_hand, told).write(place, at_hand)
     return Computed(place, tuple(places), tuple(whole), tuple(dict.fromkeys(notes)), told)
 
@@ -174,17 +174,21 @@ def _products(pairs: Pairs, how: How) -> tuple[dict[str, Product], list[Place]]:
     return made, places
 
 
-def _idle(pairs: Pairs, places: Sequence[Place]) -> list[str]:
-    """A note where nothing is left of the changes, beside the rounding of their own factors."""
-    for place in places:
-        parts = [(s.products[place.name], w) for s, w in pairs if place.name in s.products]
-        of_parts = sum(
-            float((svd.product_values(p.b_OR, p.a_RI) * p.scale * w).square().sum())
-            for p, w in parts
-        )
-        if place.energy > NOTHING**2 * of_parts:
+def _idle(pairs: Pairs, products: Mapping[str, Product]) -> list[str]:
+    """A note where changes that are something cancel, but for the rounding of their own factors."""
+    something = False
+    for name, made in products.items():
+        parts = [(s.products[name], weight) for s, weight in pairs if name in s.products]
+        before = sum(_energy(part) * weight**2 for part, weight in parts)
+        if _energy(made) > NOTHING**2 * before:
             return []
-    return ["the weights cancel the changes: the result changes nothing"]
+        something = something or before > 0
+    return ["the weights cancel the changes: the result changes nothing"] if something else []
+
+
+def _energy(product: Product) -> float:
+    """The squared Frobenius norm of a change."""
+    return float((svd.product_values(product.b_OR, product.a_RI) * product.scale).square().sum())
 
 
 def _refuse_ranks(sources: Sequence[Source], settings: CombineSettings) -> None:

@@ -25,6 +25,9 @@ from afina.adapters.peft_experts import ENDS, INNER
 from afina.adapters.products import Product, alpha_of, patterns_of
 from afina.errors import AdapterError
 
+AGAIN = "the folder is damaged, or its configuration is another adapter's: save or fetch it again"
+"""What helps against a file and a configuration that contradict each other."""
+
 _PLACE = re.compile(r"(?P<tensor>.*)\[(?P<expert>\d+)\]")
 
 
@@ -114,6 +117,7 @@ def taken_apart(module: str, parts: Parts, config: Config, folder: Path) -> dict
             "the factors of fused experts are not pairs of A and B",
             got=f"{folder}: {module} with {', '.join(sorted(parts))}",
             wanted=", ".join(sorted(wanted)),
+            cure=AGAIN,
         )
     for start, projection in starts.items():
         if projection is None:
@@ -121,6 +125,7 @@ def taken_apart(module: str, parts: Parts, config: Config, folder: Path) -> dict
                 "target_parameters does not say which tensors of the experts A and B are beside",
                 got=f"{folder / CONFIG}: {config['target_parameters']}",
                 wanted=f"{len(starts)} of {module}",
+                cure="name them there, as the program that trained it does; a configuration from elsewhere lacks them",
             )
         name = f"{module}.{projection}"
         a_QI, b_OQ = (parts[start + end] for end in ENDS)
@@ -153,6 +158,7 @@ def products_of_experts(
             got=f"{folder}: {name}, A {tuple(a_QI.shape)}, B {tuple(b_OQ.shape)}, rank "
             + " or ".join(map(str, ranks)),
             wanted="A (experts · r, in) and B (out, r · experts)",
+            cure=AGAIN,
         )
     rank = fitting[0]
     alpha = alpha_of(name, rank, config, folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from afina.adapters.base_files import readable, reader
+from afina.adapters.base_files import reader
 from afina.adapters.fingerprint import base_fingerprint
 from afina.adapters.fitting import fit
 from afina.adapters.layout import TEMPLATES, TOKENIZER
@@ -99,11 +99,10 @@ def write_merged(
     shards, skeleton = read_shards(base), skeleton_of(base, adapter)
     head = new_head(skeleton, shards)
     skeleton.config._name_or_path = str(base)  # for errors
-    located = readable(skeleton, shards)
+    read, located = reader(skeleton, shards)
     ties = {name: group for group in tied_groups(skeleton) for name in group}
     names = [name for name, _ in skeleton.named_parameters() if name not in head.names]
     complete = all(located & {name, *ties.get(name, ())} for name in names)
-    read = reader(skeleton, shards)
     fitted = fit(skeleton, adapter, read=read, checks_base=complete, cure=OTHER_BASE)
     fingerprint = None
     if complete:

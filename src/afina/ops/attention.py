@@ -84,7 +84,9 @@ def refuse_missing(way: Way, device: torch.device) -> None:
     package = {"triton": "triton", "flash": "flash_attn"}[way]
     if find_spec(package) is None:
         get = (
-            "torch for CUDA, which brings it" if way == "triton" else "flash-attn, by its own page"
+            "torch for CUDA, which brings it"
+            if way == "triton"
+            else "flash-attn, as it says itself"
         )
         raise ConfigError(
             f"train.attention={way} needs the package {package}", cure=f"install {get}; or {cure}"

@@ -107,7 +107,7 @@ def row_norms(
     wide = torch.promote_types(a_RI.dtype, torch.float32)
     a_RI, b_OR = a_RI.to(wide), b_OR.to(wide)
     weight_OI = weight.t() if turned else weight
-    low_O = ((b_OR @ (a_RI @ a_RI.t())) * b_OR).sum(1) * scaling**2
+    low_O = _of_path(a_RI, b_OR, scaling)
     found: list[Tensor] = []
     for start in range(0, weight_OI.shape[0], ROWS):
         rows = slice(start, start + ROWS)
@@ -118,6 +118,11 @@ def row_norms(
     if total is not None:
         squares_O = total(squares_O)
     return squares_O.clamp_min(torch.finfo(wide).tiny).sqrt()
+
+
+def _of_path(a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
+    """‖s · B A‖² of each row, (O,), without the product."""
+    return ((b_OR @ (a_RI @ a_RI.t())) * b_OR).sum(1) * scaling**2
 
 
 def _squares(weight_OI: Tensor) -> Tensor:
@@ -184,7 +189,7 @@ class DoRADelta(LoRADelta):
             seen = self._squares = (weakref.ref(weight), weight._version, squares)
         cross_OR = gemm(torch.empty_like(b_OR), part(weight, a_RI))
         found_O = seen[2] + (cross_OR * b_OR).sum(1) * (2 * self.scaling)
-        found_O += ((b_OR @ (a_RI @ a_RI.t())) * b_OR).sum(1) * self.scaling**2
+        found_O += _of_path(a_RI, b_OR, self.scaling)
         return self.m, found_O.clamp_min_(torch.finfo(found_O.dtype).tiny).sqrt_()
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
