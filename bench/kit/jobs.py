@@ -64,8 +64,11 @@ def read_job(path: str | Path) -> Job:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes JSON under a temporary name and renames it, so that a file that exists is complete."""
+    """Writes JSON under a temporary name and renames it, so that a file that exists is complete.
+
+    The name is of this process: two benches may write the same rows.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", "utf-8")
     os.replace(temporary, path)

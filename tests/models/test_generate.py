@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -246,6 +247,33 @@ def test_a_reader_of_a_stream_keeps_its_gradients(tokenizer):
     next(pieces)
     assert torch.is_grad_enabled()
     pieces.close()
+
+
+class Largest(TorchDispatchMode):
+    """Knows the most numbers that one operation has made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return made
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_head_is_not_copied_for_each_row(frozen, tokenizer):
+    model = tiny_llama(hidden_size=32, vocab_size=8192).requires_grad_(not frozen)
+    head, prompts = model.get_output_embeddings(), ["a", "bc", "def"]
+    with Largest() as largest, torch.no_grad():
+        generate(model, tokenizer, prompts, GenerateSettings(max_new_tokens=2))
+    assert head.weight.numel() >= largest.numbers
+    # Without that, PyTorch would do it (where it never does any more, the hook may go).
+    with Largest() as largest, torch.no_grad():
+        head(torch.zeros(3, 5, 32, dtype=head.weight.dtype)[:, -1:])
+    assert (largest.numbers == 3 * head.weight.numel()) == frozen
+    assert not head._forward_pre_hooks
 
 
 def test_modes_are_put_back(tokenizer):

@@ -236,14 +236,15 @@ class _Job:
         choosing = LogitsProcessorList([Finite(self.model, stopper)])
         if self.settings.temperature > 0:
             choosing.append(Draw(self.settings, self.rows))
-        return self.model.generate(
-            torch.tensor(tokens_BT, device=device),
-            attention_mask=torch.tensor(mask_BT, device=device),
-            generation_config=self._config(budget, pad),
-            logits_processor=choosing,
-            stopping_criteria=StoppingCriteriaList([stopper]),
-            streamer=streamer,
-        )
+        with _head_reads_whole_rows(self.model):
+            return self.model.generate(
+                torch.tensor(tokens_BT, device=device),
+                attention_mask=torch.tensor(mask_BT, device=device),
+                generation_config=self._config(budget, pad),
+                logits_processor=choosing,
+                stopping_criteria=StoppingCriteriaList([stopper]),
+                streamer=streamer,
+            )
 
     def _config(self, budget: int, pad: int) -> GenerationConfig:
         # Every default is given, because the model's own generation config fills in whatever is not: a repetition
@@ -267,6 +268,26 @@ class _Job:
             tokens=tuple(kept),
             stop_reason="length" if length is None else "stop",
         )
+
+
+@contextmanager
+def _head_reads_whole_rows(model: Any) -> Iterator[None]:
+    """Inside, what the head multiplies lies in memory without gaps.
+
+    After the prompt that is the last place of each row, cut out of all places. PyTorch multiplies such an input by a
+    copy of the weight for each row where the weight is frozen: gigabytes for a batch of 50 and a usual vocabulary.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    handle = head.register_forward_pre_hook(
+        lambda _, given: tuple(x.contiguous() if isinstance(x, torch.Tensor) else x for x in given)
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Pipe(BaseStreamer):
