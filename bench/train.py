@@ -5,6 +5,7 @@
     python bench/train.py --only quality --tool afina --seed 0     # one piece
     python bench/train.py --cached --json train.json       # run nothing: the figures that are there
     python bench/train.py --only windows --data snips --data gsm8k --prompted       # several works
+    python bench/train.py --only heap --data snips         # what an allocator that keeps all its memory would change
 
 FOLDER holds `train.jsonl` and `test.jsonl`; without `--data` the demo's generated requests are used. `--prompted` has
 each work a second time, its rows under one system prompt of about 300 tokens. All tools read the same token ids and

@@ -1,8 +1,8 @@
 """afina's worker: `afina.train` on a rows file. Run as `python -m bench.kit.ours JOB.json`.
 
 Knobs: `dtype` of the frozen base ("float32" or "bfloat16"); where they are given, `method` ("full" in place of LoRA),
-`micro` (rows of a pass), `share_prefixes`, and `floor` (the products of each step are timed beside it, see `floor.py`).
-Everything else is afina's default.
+`micro` (rows of a pass), `share_prefixes`, `keep_heap` (see `heap.py`), and `floor` (the products of each step are
+timed beside it, see `floor.py`). Everything else is afina's default.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .floor import floor_of
+from .heap import keep_heap
 from .jobs import Job, read_job, write_json
 from .meter import Notes, compile_s, now_s, peak_memory_bytes
 from .rows import IGNORE, Rows, read_rows, sequence, trained_tokens
@@ -25,6 +26,8 @@ def run(job: Job) -> None:
     from afina.train.report import Lines
     from afina.tree import Seams
 
+    if job.knobs.get("keep_heap"):
+        keep_heap()
     rows = read_rows(job.rows)
     model, tokenizer = afina.load(job.model, dtype=job.knobs["dtype"], device="cpu")
     edit = afina.apply(model, [technique(job)], seed=job.seed, undoable=False)

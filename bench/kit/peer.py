@@ -10,24 +10,15 @@ other weights are made in it).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from .heap import keep_heap
 from .jobs import Job, read_job, write_json
 from .meter import Notes, compile_s, now_s, peak_memory_bytes
 from .rows import Rows, read_rows, sequence, trained_tokens
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-
-
-def keep_heap() -> None:
-    """Tells glibc to serve every allocation from its heap and never to shrink it."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 2**31 - 1)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def run(job: Job) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import llama
 from .cache import cores, machine
@@ -24,13 +25,14 @@ from .variants import (
     Variant,
     Windows,
     full_variants,
+    heap_variants,
     large_variants,
     variants,
 )
 
 MODEL = "smollm2-135m"
 TRAIN_ROWS, TEST_ROWS = 1920, 200
-PARTS = ("windows", "peers", "memory", "floor", "full", "large", "start", "quality")
+PARTS = ("windows", "peers", "memory", "floor", "full", "large", "start", "heap", "quality")
 QUICK_PARTS = ("windows", "peers", "floor", "full", "start")
 """What `--quick` does unless one part is asked for."""
 
@@ -164,6 +166,8 @@ def of_works(sides: Sequence[SideBySide], wanted: Sequence[str]) -> Iterator[Fig
     for part, make in makers.items():
         if part in wanted:
             yield from raced([make(side) for side in sides])
+    if "heap" in wanted:
+        yield from raced([race for side in sides for race in heap_races(side)])
     for side in sides:
         if "memory" in wanted:
             yield from memory_figures(side)
@@ -208,6 +212,23 @@ def full_race(side: SideBySide) -> Race:
     """Full fine-tuning beside the expert's."""
     every, more = full_variants(side.fast_bf16), {"lr": FULL_LR}
     return Race(side, "full", every, usual_size(side), label="full", more=more)
+
+
+def heap_races(side: SideBySide) -> list[Race]:
+    """LoRA and full fine-tuning beside themselves with an allocator that gives nothing back."""
+    kinds: dict[str, dict[str, Any]] = {"lora": {}, "full": {"lr": FULL_LR}}
+    return [
+        Race(
+            side,
+            f"heap-{method}",
+            heap_variants(side.fast_bf16, method),
+            usual_size(side),
+            label=method,
+            peers={"kept heap": "afina"},
+            more=more,
+        )
+        for method, more in kinds.items()
+    ]
 
 
 def large_race(side: SideBySide) -> Iterator[Figure]:

@@ -100,6 +100,18 @@ def full_variants(fast_bf16: bool) -> list[Variant]:
     return [ours, expert, with_knobs(wide, dtype="float32", autocast="bfloat16")]
 
 
+def heap_variants(fast_bf16: bool, method: str) -> list[Variant]:
+    """afina as it is, and with an allocator that gives nothing back.
+
+    Args:
+        fast_bf16: as of `variants`.
+        method: "lora" or "full".
+    """
+    ours = next(each for each in variants(fast_bf16) if each.tool == "afina")
+    ours = with_knobs(ours, method=method)
+    return [ours, replace(with_knobs(ours, keep_heap=True), setting="kept heap")]
+
+
 def large_variants(fast_bf16: bool) -> list[Variant]:
     """afina and the expert with one row in a pass."""
     return [with_knobs(each, micro=1) for each in variants(fast_bf16) if each.setting != "usual"]

@@ -16,7 +16,7 @@ from bench.kit.quality import Quality
 from bench.kit.rows import Rows, write_rows
 from bench.kit.side import SideBySide
 from bench.kit.training import parse
-from bench.kit.variants import quality_variants, variants
+from bench.kit.variants import heap_variants, quality_variants, variants
 from tests.tiny import byte_tokenizer, row, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -109,3 +109,14 @@ def test_micro_batches_do_not_change_what_the_peer_computes(
     whole = split(4)
     assert split(1) == pytest.approx(whole, rel=1e-4)
     assert whole[2] != pytest.approx(whole[0], rel=1e-2)
+
+
+def test_a_heap_that_keeps_its_memory_changes_no_number(
+    tmp_path: Path, model: Path, rows: Rows
+) -> None:
+    at = side(tmp_path, model, rows)
+    as_it_is, kept = heap_variants(fast_bf16=False, method="full")
+    assert (kept.setting, kept.knobs["keep_heap"]) == ("kept heap", True)
+    assert as_it_is.knobs == {"dtype": "float32", "method": "full"}
+    found = [losses(at, at.job(each, 0, 3, 0, 4), "heap") for each in (as_it_is, kept)]
+    assert found[0] == found[1]
