@@ -29,6 +29,7 @@ from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
 from afina.techniques.quantize import Quantize
+from afina.train.ahead import made
 from afina.train.loop import backward
 from afina.train.passes import Passes
 from afina.train.validate import mean_loss
@@ -57,7 +58,7 @@ def gradients(
     before(edit.model)
     work = work_of(case, mesh, edit)
     with packing(edit.model, True), around(edit.model):
-        backward(work, mesh.share(windows(case)[0]), 0)
+        backward(work, made(work, mesh.share(windows(case)[0])), 0)
         mesh.reduce(edit.trainable())
         return whole(mesh.own(edit.trainable()))
 
@@ -184,7 +185,7 @@ def validated(settings: ParallelSettings | None) -> tuple[float, list[int], floa
             ids = model.generate(
                 torch.tensor([[5, 9, 11]]), max_new_tokens=6, do_sample=False, pad_token_id=0
             )
-        then = backward(work, mesh.share(later), 0).loss
+        then = backward(work, made(work, mesh.share(later)), 0).loss
     return loss, ids[0].tolist(), then
 
 
@@ -254,7 +255,7 @@ def most_gathered(case: Case) -> tuple[int, int]:
         block.get_submodule("mlp").register_forward_hook(look)
         block.get_submodule("mlp").register_full_backward_hook(look)
     with packing(edit.model, True):
-        backward(work, mesh.share(windows(case)[0]), 0)
+        backward(work, made(work, mesh.share(windows(case)[0])), 0)
     look()
     return most, every
 
@@ -283,7 +284,7 @@ def mixed(case: Case, settings: ParallelSettings | None) -> Gradients:
                 tensor.fill_(0.01)
     work = work_of(case, mesh, edit)
     with packing(edit.model, True):
-        backward(work, mesh.share(windows(case)[0]), 0)
+        backward(work, made(work, mesh.share(windows(case)[0])), 0)
         mesh.reduce(edit.trainable())
     return whole(mesh.own(edit.trainable()))
 
@@ -344,7 +345,7 @@ def scaled(settings: ParallelSettings | None) -> Gradients:
     work = work_of(case, mesh, apply(model, [Full()], seed=5))
     tensors = work.edit.trainable()
     with packing(model, True):
-        backward(work, mesh.share(windows(case)[0]), 0)
+        backward(work, made(work, mesh.share(windows(case)[0])), 0)
         mesh.reduce(tensors)
         own = mesh.own(tensors)
         return {**whole(own), "norm": mesh.norm(own).reshape(1).double()}

@@ -15,6 +15,7 @@ from afina.parallel.plan import Plan
 from afina.parallel.processes import Processes
 from afina.table import apply
 from afina.techniques.lora import LoRA
+from afina.train.ahead import made
 from afina.train.fit import refuse_in_stages, refuse_several
 from afina.train.loop import backward
 from afina.tree import Seams
@@ -81,7 +82,7 @@ def different_rows() -> str:
     edit = edited(Case(model=FOUR))
     work = work_of(Case(rows_each=1), mesh, edit)
     with packing(edit.model, True), pytest.raises(RunError) as caught:
-        backward(work, ragged_rows(4 + mesh.rank), 0)
+        backward(work, made(work, ragged_rows(4 + mesh.rank)), 0)
     mesh.end()
     return str(caught.value)
 
@@ -102,7 +103,7 @@ def changed_shape() -> str:
     said = ""
     try:
         with packing(edit.model, True):
-            backward(work, ragged_rows(4), 0)
+            backward(work, made(work, ragged_rows(4)), 0)
     except RuntimeError as error:
         said = str(error)
     except AfinaError as error:

@@ -18,6 +18,7 @@ from afina.optim.optimisers import Optimiser
 from afina.parallel.runtime import OneProcess
 from afina.table import apply
 from afina.techniques.lora import LoRA
+from afina.train.ahead import made
 from afina.train.loop import backward
 from afina.train.options import RunOptions
 from afina.train.passes import Passes
@@ -87,7 +88,7 @@ def gradients(
     """Loss and gradients of one window."""
     work = make(edit, **options)
     with packing(edit.model, options.get("packed", True)):
-        loss = backward(work, rows, 0).loss
+        loss = backward(work, made(work, rows), 0).loss
     found = {n: t.grad.clone() for n, t in edit.trainable().items() if t.grad is not None}
     work.optimiser.clear_gradients()
     return loss, found

@@ -16,6 +16,7 @@ from afina.models.forward import packing
 from afina.table import TECHNIQUES, apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
+from afina.train.ahead import made
 from afina.train.loop import backward, loop
 from afina.train.metrics import read_metrics
 from afina.train.plan import optimiser_of
@@ -46,7 +47,7 @@ def window(edit: Edit, rows: Sequence[Row], rows_each: int, step: int = 0) -> di
     with packing(edit.model, True):
         for begin in work.seams.at_step:
             begin(step)
-        loss = backward(work, rows, step).loss
+        loss = backward(work, made(work, rows), step).loss
     found = {n: p.grad.clone() for n, p in edit.trainable().items() if p.grad is not None}
     work.optimiser.clear_gradients()
     return {**found, "loss": torch.tensor(loss, dtype=torch.float64)}
@@ -135,6 +136,6 @@ def test_what_is_added_to_each_micro_batch_would_be_seen() -> None:
     for each in (1, 8):
         work = kit.work_of(edit, rows_each=each, seams=Seams(loss=(often,)))
         with packing(edit.model, True):
-            found.append(backward(work, kit.ragged_rows(8), 0).loss)
+            found.append(backward(work, made(work, kit.ragged_rows(8)), 0).loss)
         work.optimiser.clear_gradients()
     assert abs(found[0] - found[1]) > 1e-2

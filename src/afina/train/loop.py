@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from afina.optim.schedules import factor
+from afina.train.ahead import Ahead, Part
 from afina.train.audit import AUDITED_STEPS, refuse_silent, silent_tensors
 from afina.train.memory import OutOfMemoryError, is_out_of_memory, peak_bytes
 from afina.train.moving import Mover
@@ -54,50 +55,52 @@ def loop(
         OutOfMemoryError: when a micro-batch does not fit.
     """
     moves = start - skipped
-    for step in range(start, work.total_steps):
-        began = time.perf_counter()
-        work.mesh.at(step + 1)
-        window = list(next(windows))
-        rows = work.mesh.share(window)
-        lr = _lr(work, step)
-        work.optimiser.set_lr(lr)
-        for begin in work.seams.at_step:
-            begin(step)
-        mover = work.mover()
-        done = backward(work, rows, step, mover)
-        tensors = work.edit.trainable()
-        own = work.mesh.own(tensors)
-        in_backward = mover is not None and mover.acted
-        whole = mover.norm() if mover is not None and in_backward else _reduce(work, tensors, own)
-        norm = float(whole)
-        fault = _fault(work, step, done, norm, rows, learnt)
-        moved = done.trained > 0 and fault is None
-        if moved:
-            if mover is not None and in_backward:
-                _judge(work, mover, moves)
-            else:
-                _move(work, own, step, whole, audited=moves)
-                work.mesh.publish(tensors)
-            moves += 1
-            learnt = rows, done.loss
-        _clear(work)
-        for bring in work.seams.bring:
-            bring(work.mesh.each)
-        for after in work.seams.after_step:
-            after(step)
-        yield Step(
-            step + 1,
-            done.loss,
-            tuple(row.id for row in window),
-            done.tokens,
-            done.trained,
-            norm,
-            lr,
-            time.perf_counter() - began,
-            peak_bytes(work.passes.device),
-            moved,
-            fault,
-        )
+    with Ahead(work, windows, work.total_steps - start) as ahead:
+        for step in range(start, work.total_steps):
+            began = time.perf_counter()
+            work.mesh.at(step + 1)
+            window = ahead.take()
+            lr = _lr(work, step)
+            work.optimiser.set_lr(lr)
+            for begin in work.seams.at_step:
+                begin(step)
+            mover = work.mover()
+            done = backward(work, window.parts(), step, mover)
+            tensors = work.edit.trainable()
+            own = work.mesh.own(tensors)
+            in_backward = mover is not None and mover.acted
+            whole = (
+                mover.norm() if mover is not None and in_backward else _reduce(work, tensors, own)
+            )
+            norm = float(whole)
+            fault = _fault(work, step, done, norm, window.own, learnt)
+            moved = done.trained > 0 and fault is None
+            if moved:
+                if mover is not None and in_backward:
+                    _judge(work, mover, moves)
+                else:
+                    _move(work, own, step, whole, audited=moves)
+                    work.mesh.publish(tensors)
+                moves += 1
+                learnt = window.own, done.loss
+            _clear(work)
+            for bring in work.seams.bring:
+                bring(work.mesh.each)
+            for after in work.seams.after_step:
+                after(step)
+            yield Step(
+                step + 1,
+                done.loss,
+                tuple(row.id for row in window.rows),
+                done.tokens,
+                done.trained,
+                norm,
+                lr,
+                time.perf_counter() - began,
+                peak_bytes(work.passes.device),
+                moved,
+                fault,
+            )
 
 
 def _clear(work: Work) -> None:
@@ -210,23 +213,25 @@ class Gradient(NamedTuple):
     torn: bool = False
 
 
-def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = None) -> Gradient:
+def backward(work: Work, parts: Sequence[Part], step: int, mover: Mover | None = None) -> Gradient:
     """Adds the gradient of the window's mean token loss.
 
     Each micro-batch is run backward on its own, so only one is ever in memory; a pipeline has some of them at once.
 
     Args:
         work: what to train and how.
-        rows: of the window.
+        parts: the window's micro-batches, of this process.
         step: counted from 0.
         mover: moves the tensors inside the last backward pass.
     """
+    rows = [row for part in parts for row in part.rows]
     trained = int(work.mesh.sum(sum(row.trained_tokens for row in rows)))
     tokens = int(work.mesh.sum(sum(len(row.tokens) for row in rows)))
-    cut = work.cut(rows)
     # Processes that talk in every pass make equally many, the last ones of some without rows.
-    cut = [*cut, *[[]] * (work.mesh.rounds(len(cut)) - len(cut))]
-    micros = [Micro(work, part, (step, work.mesh.number(n)), trained) for n, part in enumerate(cut)]
+    every = [*parts, *[None] * (work.mesh.rounds(len(parts)) - len(parts))]
+    micros = [
+        Micro(work, part, (step, work.mesh.number(n)), trained) for n, part in enumerate(every)
+    ]
     if mover is not None:
         _move_at_last(micros, mover)
     try:
@@ -239,9 +244,9 @@ def backward(work: Work, rows: Sequence[Row], step: int, mover: Mover | None = N
         reached = [micro.rows for micro in micros if micro.begun]
         raise OutOfMemoryError(step + 1, reached[-1], torn=torn) from None
     found = zip(micros, shares, strict=True)
-    parts = [(micro.ids, share) for micro, share in found if share is not None]
-    loss = work.mesh.sum(sum(share for _, share in parts))
-    return Gradient(loss, tokens, trained, parts, torn=mover is not None and mover.torn)
+    shown = [(micro.ids, share) for micro, share in found if share is not None]
+    loss = work.mesh.sum(sum(share for _, share in shown))
+    return Gradient(loss, tokens, trained, shown, torn=mover is not None and mover.torn)
 
 
 def _move_at_last(micros: Sequence[Micro], mover: Mover) -> None:

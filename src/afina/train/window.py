@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from afina.train.ahead import Part
 from afina.train.passes import counted
 from afina.train.work import Work
 from afina.tree import seed_of
@@ -18,21 +19,22 @@ class Micro:
 
     Args:
         work: what to train and how.
-        rows: of the micro-batch.
+        part: the rows of the micro-batch and their tensors; None for one without rows.
         place: its step and its number in it, both from 0.
         trained: tokens of the whole window.
 
     Attributes:
+        rows: of the micro-batch.
         begun: something was done with it.
         run: the backward pass.
         ids: of its rows, in the order of the batch.
         share: of the window's loss; None before the backward pass, or where nothing trains.
     """
 
-    def __init__(
-        self, work: Work, rows: Sequence[Row], place: tuple[int, int], trained: int
-    ) -> None:
-        self.work, self.rows, self.place, self.trained = work, rows, place, trained
+    def __init__(self, work: Work, part: Part | None, place: tuple[int, int], trained: int) -> None:
+        self.work, self.place, self.trained = work, place, trained
+        self.rows: Sequence[Row] = part.rows if part else ()
+        self._batch = part.batch if part else None
         step, number = place
         self.seed = seed_of(work.settings.seed, f"step {step} micro-batch {number}")
         self.begun = False
@@ -43,9 +45,9 @@ class Micro:
     def begin(self) -> Batch | None:
         """Its tensors, with random numbers set; None when nothing in it trains."""
         self.begun = True
-        if not self.rows:
+        batch = self._batch
+        if batch is None:
             return None
-        batch = self.work.passes.batch(self.rows)
         # Dropout, and what a seam draws from torch, then are pure functions of the step.
         torch.manual_seed(self.seed)
         for change in self.work.seams.on_batch:
