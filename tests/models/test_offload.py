@@ -19,6 +19,7 @@ from afina.table import apply
 from afina.techniques.dora import DoRA
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
+from afina.train.ahead import made
 from afina.train.fit import refuse_several
 from afina.train.loop import backward
 from tests.tiny import tiny_llama
@@ -35,10 +36,10 @@ def gradients(kind: str, recompute: Any, moved: Offload | None = None, edit: Any
     torch.manual_seed(0)
     with packing(edit.model, True), Blocks(edit.model, recompute).running():
         if moved is None:
-            backward(work, kit.ragged_rows(4), 0)
+            backward(work, made(work, kit.ragged_rows(4)), 0)
         else:
             with moved.running():
-                backward(work, kit.ragged_rows(4), 0)
+                backward(work, made(work, kit.ragged_rows(4)), 0)
     return {name: p.grad for name, p in edit.trainable().items()}
 
 

@@ -22,6 +22,7 @@ from afina.parallel.runtime import Mesh, OneProcess
 from afina.table import apply
 from afina.techniques.full import Full
 from afina.techniques.lora import LoRA
+from afina.train.ahead import made
 from afina.train.loop import backward, loop
 from afina.train.passes import Passes
 from afina.train.work import Work
@@ -149,7 +150,7 @@ def run(
     found = Found()
     blocks = Blocks(edit.model, case.recompute)
     with packing(edit.model, case.packed), blocks.running():
-        found.loss = backward(work, mesh.share(steps[0]), 0).loss
+        found.loss = backward(work, made(work, mesh.share(steps[0])), 0).loss
         mesh.reduce(edit.trainable())
         own = mesh.own(edit.trainable())
         found.norm = float(mesh.norm(own))

@@ -30,6 +30,7 @@ from afina.techniques.lora import LoRA
 from afina.techniques.quantize import Quantize
 from afina.techniques.reversible import Reversible
 from afina.techniques.token_pruning import TokenPruning
+from afina.train.ahead import made
 from afina.train.loop import backward, loop
 from afina.train.metrics import read_metrics
 from afina.train.options import RunOptions
@@ -201,7 +202,7 @@ def test_what_differs_is_seen() -> None:
     row = rows()[0]
     work: Any = work_of(row, OneProcess())
     with packing(work.model, True):
-        backward(work, battery.SAMPLE[:2], 0)
+        backward(work, made(work, battery.SAMPLE[:2]), 0)
     half = whole(work.edit.trainable())
     expected = alone(0)["gradients"]
     assert max(float((half[n] - expected[n]).abs().max()) for n in expected) > 1e-3

@@ -28,6 +28,7 @@ from afina.techniques.prefix import PrefixTuning
 from afina.techniques.prompt import PromptTuning
 from afina.techniques.quantize import Quantize
 from afina.techniques.trainable_tokens import TrainableTokens
+from afina.train.ahead import made
 from afina.train.loop import backward, loop
 from afina.train.validate import mean_loss
 from afina.tree import Technique
@@ -66,7 +67,7 @@ def gradients_of(name: str, several: bool, schedule: Any = "1f1b") -> dict[str, 
             tensor.add_(torch.randn(tensor.shape, generator=drawn, dtype=tensor.dtype) * 0.1)
     work = work_of(Case(rows_each=2), mesh, edit)
     with packing(edit.model, True):
-        backward(work, mesh.share(ragged_rows(7)), 0)
+        backward(work, made(work, mesh.share(ragged_rows(7))), 0)
     mesh.reduce(edit.trainable())
     own = mesh.own(edit.trainable())
     found = {name: p.grad.clone() for name, p in own.items() if p.grad is not None}
@@ -222,7 +223,7 @@ def of_window(model: Any, techniques: list[Technique], rows: Any, several: bool)
     edit = apply(model, techniques, seed=5)
     case = Case(rows_each=2, packed=False)
     work = work_of(case, mesh, edit)
-    loss = backward(work, mesh.share(rows), 0).loss
+    loss = backward(work, made(work, mesh.share(rows)), 0).loss
     mesh.reduce(edit.trainable())
     own = mesh.own(edit.trainable())
     found = {name: p.grad.clone() for name, p in own.items() if p.grad is not None}

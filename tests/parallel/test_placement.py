@@ -19,6 +19,7 @@ from afina.parallel.runtime import OneProcess
 from afina.table import apply
 from afina.techniques.lora import LoRA
 from afina.techniques.prefix import PrefixTuning
+from afina.train.ahead import made
 from afina.train.loop import backward
 from tests.parallel.parity import Case, edited, windows, work_of
 from tests.tiny import tiny_gpt2, tiny_llama
@@ -50,7 +51,7 @@ def gradients(case: Case, devices: list[str] | None, split: Any = None) -> dict[
         place(edit.model, devices, split, lambda tensor, device: moved(tensor, device).clone())
     work = work_of(case, OneProcess(), edit)
     with packing(edit.model, case.packed), Blocks(edit.model, case.recompute).running():
-        loss = backward(work, windows(case)[0], 0).loss
+        loss = backward(work, made(work, windows(case)[0]), 0).loss
     found = {n: p.grad for n, p in edit.trainable().items() if p.grad is not None}
     return {**found, "loss": torch.tensor(loss)}
 

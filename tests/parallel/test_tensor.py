@@ -13,6 +13,7 @@ from afina.models.blocks import Blocks
 from afina.models.forward import own_attention, packing
 from afina.parallel.processes import Processes
 from afina.parallel.runtime import OneProcess
+from afina.train.ahead import made
 from afina.train.loop import backward
 from afina.train.validate import mean_loss
 from afina.tree.pieces import mark, piece_of
@@ -104,7 +105,7 @@ def validated(technique: str, settings: ParallelSettings | None) -> Validated:
                 pad_token_id=0,
                 cache=cache,
             )
-        then = backward(work, mesh.share(later), 0).loss
+        then = backward(work, made(work, mesh.share(later)), 0).loss
     heads = cache.layers[0].keys.shape[1]
     return Validated(loss, ids.tolist(), heads, then)
 
@@ -117,7 +118,7 @@ def compiled(case: Case, settings: ParallelSettings) -> Found:
     found = Found()
     with packing(edit.model, True), Blocks(edit.model).running() as blocks:
         blocks.compile(True)
-        found.loss = backward(work, mesh.share(windows(case)[0]), 0).loss
+        found.loss = backward(work, made(work, mesh.share(windows(case)[0])), 0).loss
         mesh.reduce(edit.trainable())
         own = mesh.own(edit.trainable())
         found.norm, found.gradients = float(mesh.norm(own)), whole(own)
