@@ -102,7 +102,7 @@ WORKS: dict[str, Work] = {
         cost_steps=7,
         max_new_tokens=96,
         rates={
-            "low rank": (5e-4, 1e-3),
+            "low rank": (1e-3, 2e-3),
             "of weights": (1e-4, 5e-4),
             "lora+": (1e-4, 3e-4),
             "adalora": (1e-3, 3e-3),
