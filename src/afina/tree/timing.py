@@ -45,7 +45,10 @@ class Chooser(ABC):
 
     @abstractmethod
     def windows(self, start: int = 0) -> Iterator[list[Row]]:
-        """The rows of steps `start`, `start` + 1, … without end: starting there gives what going on to there gives."""
+        """The rows of steps `start`, `start` + 1, … without end: starting there gives what going on to there gives.
+
+        A step's rows are asked for before the step in front of it has run.
+        """
 
     def notes(self) -> list[str]:
         """What a user should know of the choice, in lines."""
