@@ -153,6 +153,51 @@ def test_lengths_of_rows_train(kind: str) -> None:
     assert all(torch.equal(again[1][n], slopes[n]) for n in slopes)
 
 
+def moved(model: Any, technique: Any) -> Edit:
+    """What the technique adds, after a step of some length from its start."""
+    edit = afina.apply(model, [technique], seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in edit.trainable().values():
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data.add_(drawn.to(parameter.dtype) * 0.05)
+    return edit
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "technique",
+    [
+        afina.LoRA(rank=5, start="pissa"),
+        afina.LoRA(rank=5, start="olora"),
+        afina.DoRA(rank=5, start="pissa"),
+        afina.AdaLoRA(init_rank=5, target_rank=4),
+    ],
+    ids=["pissa", "olora", "dora of pissa", "adalora"],
+)
+def test_paths_that_are_made_of_other_tensors(technique: Any) -> None:
+    """[A - A0; A0] and [B, B - B0] of a start that reads the weight, and diag(e) A: what trains lies behind them."""
+    model, exact_model = made("llama"), made("llama", torch.float64)
+    edit, exact_edit = moved(model, technique), moved(exact_model, technique)
+    for name, parameter in exact_edit.trainable().items():
+        assert torch.allclose(parameter.float(), edit.trainable()[name].float(), atol=1e-3), name
+    loss, slopes, why = passed(model, edit)
+    assert why is None
+    exact_loss, exact, _ = passed(exact_model, exact_edit)
+    assert abs(loss - exact_loss) < 2e-3 * exact_loss
+    with native.off():
+        _, plain, why = passed(model, edit)
+    assert why is not None
+    for end in {name.rpartition(".")[2] for name in exact}:
+        right = {n: s for n, s in exact.items() if n.endswith(f".{end}")}
+        assert error(slopes, right) < max(1.3 * error(plain, right), 0.02), end
+        assert error(slopes, right) < 0.05, end
+        wrong = {n: s * 1.2 if "v_proj" in n else s for n, s in slopes.items()}
+        assert error(wrong, right) > error(slopes, right), end
+    again = passed(model, edit, recompute=True)
+    assert again[0] == loss
+    assert all(torch.equal(again[1][n], slopes[n]) for n in slopes)
+
+
 @needs_kernels
 def test_lengths_that_are_not_taken() -> None:
     model = made("llama")

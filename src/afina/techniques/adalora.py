@@ -268,6 +268,13 @@ class AdaLoRADelta(Delta):
         within = within_of(self.share)
         return low_rank_add(x, y, self.a * self.e, self.b, scaling, dropout=dropout, within=within)
 
+    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
+        """See `Delta.low_rank`."""
+        dropped = self.dropout and self.training
+        if self.transposed or dropped or self.share is not None:
+            return None
+        return self.a * self.e, self.b, self.scaling * self.strength
+
     def grams(self) -> list[Tensor]:
         """Q Qᵀ and Pᵀ P (r, r), of the whole Q and P."""
         return [self._gram(self.a, "in"), self._gram(self.b.t(), "out")]

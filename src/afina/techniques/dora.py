@@ -182,7 +182,7 @@ class DoRADelta(LoRADelta):
     @torch.no_grad()
     def lengths(self, base: nn.Module) -> tuple[Tensor, Tensor]:
         """m and n; W Aᵀ is a product in bf16, and ‖W‖² is kept until W changes."""
-        weight, a_RI, b_OR = base.get_parameter("weight"), self.a, self.b
+        weight, (a_RI, b_OR) = base.get_parameter("weight"), self.factors()
         seen = self._squares
         if seen is None or seen[0]() is not weight or seen[1] != weight._version:
             squares = _squares(weight)

@@ -334,9 +334,9 @@ class LoRADelta(Delta):
     def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
         """See `Delta.low_rank`."""
         dropped = self.dropout and self.training
-        if self.kind != "linear" or self.started or dropped or self.share is not None:
+        if self.kind != "linear" or dropped or self.share is not None:
             return None
-        return self.a, self.b, self.scaling * self.strength
+        return *self.factors(), self.scaling * self.strength
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
