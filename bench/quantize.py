@@ -1,11 +1,12 @@
 """A base in 4 or 8 bits: the memory that it takes, loaded and in training, and what it costs in speed.
 
     python bench/quantize.py --quick                       # minutes: about how much
-    python bench/quantize.py --json quantize.json          # longer steps
-    python bench/quantize.py --model FOLDER --only nf4,fp32
+    python bench/quantize.py --rounds 5 --json quantize.json   # longer steps, five times each
+    python bench/quantize.py --dtype bf16                  # what is not quantised, and the products, in bf16
+    python bench/quantize.py --model FOLDER --only nf4,whole
 
 Each way is a fresh process: it loads the model, puts a LoRA on all its linears, and makes a few training steps of equal
-random rows in one plain loop, the same for all. *fp32* is afina without quantisation, *nf4* and *int8* are afina's
+random rows in one plain loop, the same for all. *whole* is afina without quantisation, *nf4* and *int8* are afina's
 `Quantize`; beside them, where bitsandbytes is installed, PEFT trains on its 4- and 8-bit linears.
 
 Figures: *weights*, the bytes of the frozen base; *loaded*, memory of the process after loading, what it had before
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import threading
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-OURS, PEERS = ("fp32", "nf4", "int8"), {"nf4": "peft-nf4", "int8": "peft-int8"}
+OURS, PEERS = ("whole", "nf4", "int8"), {"nf4": "peft-nf4", "int8": "peft-int8"}
 METRICS = (
     ("weights", "MiB"),
     ("loaded", "MiB"),
@@ -51,6 +53,7 @@ class Work:
         steps: the first is not timed.
         rank: of the LoRA.
         threads: of torch.
+        dtype: of what is not quantised, and of the products.
     """
 
     model: str
@@ -59,6 +62,7 @@ class Work:
     steps: int
     rank: int
     threads: int
+    dtype: str
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,9 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
     from bench.kit.report import table, write_figures
 
     rows, tokens, steps = (2, 64, 3) if options.quick else (4, 256, 6)
-    work = Work(options.model, rows, tokens, steps, options.rank, options.threads)
+    how = (options.rank, options.threads, options.dtype)
+    work = Work(options.model, rows, tokens, steps, *how)
     with only_one():
-        found = {way: apart(way, work) for way in ways(options.only)}
+        taken = [
+            {way: apart(way, work) for way in ways(options.only)} for _ in range(options.rounds)
+        ]
+    found = {way: middle([each[way] for each in taken]) for way in taken[0]}
     figures = made(found, work)
     print(table(figures))
     if options.json:
@@ -89,8 +97,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--model", default="smollm2-135m", help="the base, as afina.load takes it")
     parser.add_argument("--only", default="", metavar="WAYS", help="such as nf4,peft-nf4")
+    parser.add_argument("--rounds", type=int, default=1, help="of all ways in turns; medians count")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the rest")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -123,12 +133,17 @@ def apart(way: str, work: Work) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def middle(taken: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure."""
+    return {name: statistics.median(each[name] for each in taken) for name in taken[0]}
+
+
 def made(found: dict[str, dict[str, float]], work: Work) -> list[Any]:
     """Each quantised way beside the whole base, and beside the peer's."""
     from bench.kit.report import Figure
 
     name = Path(work.model).name
-    pairs = [(way, "fp32", "afina fp32") for way in OURS[1:]]
+    pairs = [(way, "whole", f"afina {work.dtype}") for way in OURS[1:]]
     pairs += [(way, peer, "PEFT + bitsandbytes") for way, peer in PEERS.items()]
     return [
         Figure("quantize", name, way, metric, unit, found[way][metric], told, found[peer][metric])
@@ -185,8 +200,8 @@ def _ours(way: str, work: Work) -> tuple[Any, int]:
     import afina
     from afina.ops.packed import stored_bytes
 
-    quantize = None if way == "fp32" else afina.Quantize(kind=way)
-    model, _ = afina.load(work.model, dtype="fp32", device="cpu", quantize=quantize)
+    quantize = None if way == "whole" else afina.Quantize(kind=way)
+    model, _ = afina.load(work.model, dtype=work.dtype, device="cpu", quantize=quantize)
     weights = sum(stored_bytes(p) for p in model.parameters())
     afina.apply(_own(model), [afina.LoRA(rank=work.rank)])
     return model, weights
@@ -199,16 +214,16 @@ def _peer(way: str, work: Work) -> tuple[Any, int]:
 
     from afina.models.hub import resolve
 
-    four = way == "peft-nf4"
+    four, dtype = way == "peft-nf4", torch.bfloat16 if work.dtype == "bf16" else torch.float32
     settings = BitsAndBytesConfig(
         load_in_4bit=four,
         load_in_8bit=not four,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_compute_dtype=dtype,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        resolve(work.model), quantization_config=settings, dtype=torch.float32, device_map="cpu"
+        resolve(work.model), quantization_config=settings, dtype=dtype, device_map="cpu"
     )
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     config = LoraConfig(

@@ -17,6 +17,7 @@ from afina.models import fused
 from afina.models.blocks import Blocks
 from afina.models.forward import packing
 from afina.ops import native
+from afina.ops.packed import PackedWeight, dense
 from afina.train.passes import passes_of
 from afina.train.report import Lines
 from afina.tree import Edit
@@ -196,6 +197,69 @@ def test_paths_that_are_made_of_other_tensors(technique: Any) -> None:
     again = passed(model, edit, recompute=True)
     assert again[0] == loss
     assert all(torch.equal(again[1][n], slopes[n]) for n in slopes)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    "technique", [afina.LoRA(rank=5), afina.DoRA(rank=5)], ids=["lora", "dora"]
+)
+def test_quantised_weights_stay_in_few_bits(
+    kind: Any, technique: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss and gradients as of a model whose weights are the values of the codes."""
+
+    def quantised(dtype: torch.dtype) -> tuple[Any, Edit]:
+        model = made("llama")
+        edit = afina.apply(model, [afina.Quantize(kind=kind), technique], seed=0)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in edit.trainable().items():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if name.endswith(".b"):
+                parameter.data.copy_(drawn * 0.05)
+            elif name.endswith(".m"):
+                parameter.data.mul_(1 + drawn * 0.2)
+        if dtype == torch.bfloat16:
+            return model, edit
+        exact = made("llama", torch.float64)
+        base = {n: p for n, p in model.named_parameters() if n in dict(exact.named_parameters())}
+        exact.load_state_dict({n: dense(p).double() for n, p in base.items()})
+        exact_edit = afina.apply(exact, [technique], seed=0)
+        for name, parameter in exact_edit.trainable().items():
+            parameter.data.copy_(edit.trainable()[name].double())
+        return exact, exact_edit
+
+    exact_loss, exact, _ = passed(*quantised(torch.float64))
+    model, edit = quantised(torch.bfloat16)
+    with native.off():
+        _, plain, why = passed(model, edit)
+    assert why is not None
+    passed(model, edit)  # what a method keeps of the weights is found
+    monkeypatch.setattr(PackedWeight, "unpacked", None)
+    loss, slopes, why = passed(model, edit)
+    assert why is None
+    assert abs(loss - exact_loss) < 2e-3 * exact_loss
+    assert error(slopes, exact) < max(1.2 * error(plain, exact), 5e-3)
+    assert error(slopes, exact) < 0.05
+    again = passed(model, edit, recompute=True)
+    assert again[0] == loss
+
+
+@needs_kernels
+def test_quantised_weights_that_are_not_taken() -> None:
+    taken = [afina.Quantize(), afina.LoRA(rank=5)]
+    wide = [afina.Quantize(compute_dtype="fp32"), afina.LoRA(rank=5)]
+    small = [afina.Quantize(block=16), afina.LoRA(rank=5)]
+    lengths = [afina.Quantize(), afina.DoRA(rank=5)]
+    for techniques, why in (
+        (taken, None),
+        (wide, "its quantised weights are not for the kernels"),
+        (small, "its quantised weights are not for the kernels"),
+        (lengths, None),
+    ):
+        model = made("llama")
+        afina.apply(model, techniques, seed=0)
+        assert fused.reason(model.model.layers[0]) == why
 
 
 @needs_kernels

@@ -12,7 +12,9 @@ from afina.ops import native
 from afina.ops.attention import rows_attention
 from afina.ops.layout import with_layout
 from afina.ops.native.attention import attend, attend_back
-from afina.ops.native.gemm import gemm, padded, part
+from afina.ops.native.gemm import gemm, padded, part, serves
+from afina.ops.packed import PackedWeight, pack
+from afina.ops.quantise import Quantised, Scheme, dequantise, quantise
 from afina.types import Context, Run, Runs
 
 needs_kernels = pytest.mark.skipif(
@@ -60,6 +62,72 @@ def test_products_in_parts(tokens: int, wide: int, out: int, rank: int) -> None:
     assert off_by(slope, wanted) < 1e-6
     gemm(slope, part(turned, x, by_rows=True), alpha=4.0, more=True)
     assert off_by(slope, 3 * wanted) < 1e-6
+
+
+SCHEMES = [
+    Scheme("nf4"),
+    Scheme("nf4", 32, double=False),
+    Scheme("nf4", 256),
+    Scheme("int8", double=False),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_weights_in_few_bits_are_read_as_their_values(scheme: Scheme) -> None:
+    """Of a product with 1 each number is seen, in either order; and a sum beside another product is one."""
+    out, wide = 96, 160
+    weight = quantise(drawn(out, wide).float() * 0.03, scheme)
+    assert serves(weight)
+    values = dequantise(weight, BF16)
+    ones = torch.eye(wide, dtype=BF16)
+    assert torch.equal(gemm(drawn(wide, out), part(ones, weight)).t(), values)
+    ones = torch.eye(out, dtype=BF16)
+    assert torch.equal(gemm(drawn(out, wide), part(ones, weight, by_rows=True)), values)
+    x, a, b = drawn(50, wide), drawn(5, wide, seed=4).float(), drawn(out, 5, seed=5).float()
+    low = gemm(torch.empty(50, padded(5), dtype=BF16), part(x, a))
+    y = gemm(torch.empty(50, out, dtype=BF16), part(x, weight), part(low, b, scale=0.1))
+    wanted = x.double() @ values.double().t() + 0.1 * low[:, :5].double() @ b.double().t()
+    assert off_by(y, wanted) < 3e-3
+
+
+def test_which_weights_in_few_bits_are_served() -> None:
+    def made(out: int, wide: int, block: int) -> Quantised:
+        return quantise(torch.ones(out, wide), Scheme("nf4", block))
+
+    assert serves(made(32, 64, 64))
+    assert not any(serves(made(*sizes)) for sizes in ((32, 48, 64), (48, 64, 64), (32, 96, 96)))
+    assert not serves(made(32, 64, 16))
+    assert not serves(quantise(torch.ones(32, 32, 32), Scheme()))
+
+
+@needs_kernels
+@pytest.mark.parametrize("scheme", SCHEMES[:1] + SCHEMES[-1:], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_packed_linear_never_has_its_values_in_memory(
+    scheme: Scheme, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (64, 96) if transposed else (96, 64)
+    weight = pack(drawn(*shape) * 0.1, scheme, name="w")
+    bias = drawn(96, seed=1)
+
+    def passed() -> tuple[Tensor, Tensor]:
+        x = drawn(2, 7, 64, seed=2).requires_grad_()
+        if transposed:
+            y = torch.addmm(bias, x.view(-1, 64), weight).view(2, 7, 96)
+        else:
+            y = torch.nn.functional.linear(x, weight, bias)
+        (slope,) = torch.autograd.grad(y, x, drawn(*y.shape, seed=3))
+        return y.detach(), slope
+
+    with native.off():
+        wanted = passed()
+    monkeypatch.setattr(PackedWeight, "unpacked", None)
+    for mine, right in zip(passed(), wanted, strict=True):
+        assert mine.shape == right.shape
+        assert off_by(mine, right.double()) < 4e-3
+    with pytest.raises(TypeError, match="NoneType"), native.off():
+        passed()
 
 
 def by_definition(

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from afina.ops import native
 from afina.ops.native.block import Block, Lengths, Line, Map, block
+from afina.ops.native.gemm import serves
+from afina.ops.packed import PackedWeight
 from afina.seams.calls import Call
 from afina.tree import Around, Delta, low_rank_path
 from afina.types import Context
@@ -110,7 +112,13 @@ def _map(linear: nn.Module) -> Map:
     found = low_rank_path(linear)
     if isinstance(found, str):
         raise NotFused(found)
-    _plain(linear.weight)
+    weight = linear.weight
+    packed = isinstance(weight, PackedWeight)
+    if packed:
+        fit = weight.compute in (None, torch.bfloat16) and serves(weight.packed)
+        _require(fit, "its quantised weights are not for the kernels")
+    else:
+        _plain(weight)
     if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         _plain(linear.bias)
     _require(linear.weight.shape[0] % 32 == 0 and linear.weight.shape[1] % 32 == 0, "odd widths")

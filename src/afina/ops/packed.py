@@ -188,6 +188,11 @@ def dense(weight: Tensor) -> Tensor:
     return weight.unpacked() if isinstance(weight, PackedWeight) else weight.detach()
 
 
+def stored(weight: Tensor) -> Tensor | Quantised:
+    """A weight as it is kept: itself, or its parts."""
+    return weight.packed if isinstance(weight, PackedWeight) else weight
+
+
 def stored_bytes(tensor: Tensor) -> int:
     """What a tensor takes, packed or not."""
     if isinstance(tensor, PackedWeight):

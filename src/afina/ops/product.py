@@ -18,11 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afina.ops import native
+from afina.ops.native import gemm
+from afina.ops.quantise import Quantised
+
 
 class Packed(Protocol):
     """A tensor that computes its values when they are needed."""
 
     compute: torch.dtype | None
+
+    @property
+    def packed(self) -> Quantised:
+        """Its parts."""
+        ...
 
     def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
         """Its values, of that type."""
@@ -61,5 +70,16 @@ class _Product(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Packed, transposed: bool) -> Tensor:
     compute = weight.compute or x.dtype
+    fast = compute == x.dtype and not torch.compiler.is_compiling() and native.serves(x)
+    if fast and gemm.serves(weight.packed):
+        return _by_kernel(x, weight.packed, transposed)
     values = weight.unpacked(compute)
     return F.linear(x.to(compute), values.t() if transposed else values).to(x.dtype)
+
+
+def _by_kernel(x: Tensor, b: Quantised, transposed: bool) -> Tensor:
+    """The same in bf16, without the weight's values in memory."""
+    x_MK = x.reshape(-1, x.shape[-1]).contiguous()
+    y_MN = x.new_empty(x_MK.shape[0], b.shape[1 if transposed else 0])
+    gemm.gemm(y_MN, gemm.part(x_MK, b, by_rows=transposed))
+    return y_MN.view(*x.shape[:-1], -1)

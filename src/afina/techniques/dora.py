@@ -30,6 +30,7 @@ from afina import seams
 from afina.errors import TechniqueError
 from afina.ops.lowrank import low_rank_add
 from afina.ops.native.gemm import gemm, part
+from afina.ops.packed import dense, stored
 from afina.techniques.lora import LoRA, LoRADelta, low_rank_rows, within_of
 from afina.tree import Delta, Edit, Reads, Side
 from afina.tree.pieces import Share
@@ -185,10 +186,11 @@ class DoRADelta(LoRADelta):
         weight, (a_RI, b_OR) = base.get_parameter("weight"), self.factors()
         seen = self._squares
         if seen is None or seen[0]() is not weight or seen[1] != weight._version:
-            squares = _squares(weight)
+            squares = _squares(dense(weight))
             seen = self._squares = (weakref.ref(weight), weight._version, squares)
-        cross_OR = gemm(torch.empty_like(b_OR), part(weight, a_RI))
-        found_O = seen[2] + (cross_OR * b_OR).sum(1) * (2 * self.scaling)
+        cross_RO = a_RI.new_empty(len(a_RI), len(b_OR))
+        gemm(cross_RO, part(a_RI.to(torch.bfloat16), stored(weight)))
+        found_O = seen[2] + (cross_RO.t() * b_OR).sum(1) * (2 * self.scaling)
         found_O += _of_path(a_RI, b_OR, self.scaling)
         return self.m, found_O.clamp_min_(torch.finfo(found_O.dtype).tiny).sqrt_()
 

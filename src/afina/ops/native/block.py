@@ -29,6 +29,7 @@ from afina.ops import native
 from afina.ops.native.attention import attend, attend_back
 from afina.ops.native.gemm import gemm, padded, part
 from afina.ops.native.rooms import rooms
+from afina.ops.packed import stored
 from afina.types import Runs
 
 
@@ -52,7 +53,7 @@ class Map:
     """A map and the path beside it.
 
     Attributes:
-        weight_OI: bf16.
+        weight_OI: bf16, or in few bits for products in bf16.
         bias_O: bf16, where there is one.
         a_RI, b_OR: of the path, fp32; None where there is none.
         scaling: s.
@@ -280,11 +281,11 @@ def _apply(
         "residual_MN": residual,
     }
     if m.a_RI is None or m.b_OR is None:
-        gemm(y, part(x, m.weight_OI), **how)
+        gemm(y, part(x, stored(m.weight_OI)), **how)
         return None
     low = gemm(x.new_empty(x.shape[0], padded(m.a_RI.shape[0])), part(x, m.a_RI))
     path = part(low, m.b_OR, scale=m.scaling)
-    gemm(y, part(x, m.weight_OI), path, **how)
+    gemm(y, part(x, stored(m.weight_OI)), path, **how)
     return low
 
 
@@ -323,7 +324,7 @@ def _lower(m: Map, by_y: Tensor) -> Tensor | None:
 
 def _inward(to: Tensor, maps: Sequence[tuple[Map, Tensor, Tensor | None]]) -> None:
     """The gradient of the input that some maps share, from those of their outputs and lower ends."""
-    parts = [part(by_y, m.weight_OI, by_rows=True) for m, by_y, _ in maps]
+    parts = [part(by_y, stored(m.weight_OI), by_rows=True) for m, by_y, _ in maps]
     for m, _, low in maps:
         if low is not None and m.a_RI is not None:
             parts.append(part(low, m.a_RI, by_rows=True))

@@ -6,12 +6,17 @@ Legend: M rows of the result, N columns of it, K what is summed over, R rank.
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from afina.ops import native
+from afina.ops.quantise import NF4, Quantised, scales_of
+
+_BF16, _FP32, _NF4, _INT8 = range(4)
+"""Kinds of a B, as `product.h` numbers them."""
 
 
 class Part(Structure):
@@ -26,34 +31,52 @@ class Part(Structure):
         ("k_real", c_int64),
         ("n_real", c_int64),
         ("by_rows", c_int64),
-        ("wide", c_int64),
+        ("kind", c_int64),
         ("scale", c_double),
+        ("scales", c_void_p),
+        ("block", c_int64),
+        ("levels", c_void_p),
     ]
 
+    held: tuple[Tensor, ...] = ()
+    """What it points to."""
 
-def part(a_MK: Tensor, b: Tensor, *, by_rows: bool = False, scale: float = 1.0) -> Part:
+
+def part(a_MK: Tensor, b: Tensor | Quantised, *, by_rows: bool = False, scale: float = 1.0) -> Part:
     """A B, or A Bᵀ.
 
     Args:
         a_MK: bf16, rows one after the other or further apart; K a multiple of 32.
-        b: (N, K), or with `by_rows` (K, N); bf16 or fp32. Where it has less of K or N, the rest counts as zero.
+        b: (N, K), or with `by_rows` (K, N); bf16 or fp32. Where it has less of K or N, the rest counts as zero. Or in
+            few bits, if `serves` says yes: then its numbers, those of `quantise.dequantise` in bf16, are computed as
+            they are read.
         by_rows: see above.
         scale: of a B in fp32; rounded with it.
     """
     k_real, n_real = b.shape if by_rows else (b.shape[1], b.shape[0])
-    wide = b.dtype == torch.float32
-    return Part(
-        a_MK.data_ptr(),
-        a_MK.stride(0),
-        a_MK.shape[1],
-        b.data_ptr(),
-        b.stride(0),
-        k_real,
-        n_real,
-        by_rows,
-        wide,
-        scale,
-    )
+    a = (a_MK.data_ptr(), a_MK.stride(0), a_MK.shape[1])
+    if isinstance(b, Tensor):
+        kind = _FP32 if b.dtype == torch.float32 else _BF16
+        made = Part(*a, b.data_ptr(), b.stride(0), k_real, n_real, by_rows, kind, scale)
+        made.held = a_MK, b
+        return made
+    kind, scales = _NF4 if b.scheme.kind == "nf4" else _INT8, scales_of(b)
+    how = (kind, 1.0, scales.data_ptr(), b.scheme.block.bit_length() - 1, _levels().data_ptr())
+    made = Part(*a, b.codes.data_ptr(), b.shape[1], k_real, n_real, by_rows, *how)
+    made.held = a_MK, b.codes, scales
+    return made
+
+
+def serves(b: Quantised) -> bool:
+    """Whether there is a product with such a B."""
+    block = b.scheme.block
+    fits = len(b.shape) == 2 and not any(size % 32 for size in b.shape)
+    return fits and block >= 32 and block.bit_count() == 1 and b.codes.device.type == "cpu"
+
+
+@cache
+def _levels() -> Tensor:
+    return torch.tensor(NF4, dtype=torch.float32)
 
 
 def gemm(

@@ -10,17 +10,21 @@ struct Part {
   const bf16* a;     // (M, K) row by row, `a_step` numbers apart; columns from k on are not read
   int64_t a_step;
   int64_t k;         // columns of A, a multiple of 32
-  const void* b;     // `by_rows`: (K, N), else (N, K)
+  const void* b;     // `by_rows`: (K, N), else (N, K); of `kind`
   int64_t b_step;
   int64_t k_real;    // what B has of K; the rest counts as zero
   int64_t n_real;    // what B has of N; the rest counts as zero
   int64_t by_rows;
-  int64_t wide;      // B in fp32, else bf16
+  int64_t kind;      // of B: bf16, fp32, or codes of nf4 or int8, where K, N and `b_step` are multiples of 32
   double scale;      // of a B in fp32
+  const float* scales;  // of codes, one for each 2^block neighbours
+  int64_t block;        // at least 5
+  const float* levels;  // of the 16 codes of nf4
 };
 
 namespace {
 
+enum Kind { BF16, FP32, NF4, INT8 };
 const int PANEL = 32;
 const int64_t TILE = 512;                 // numbers of one packed tile
 
@@ -39,11 +43,30 @@ struct Buffer {
 };
 thread_local Buffer packed_of_thread;
 
+// 32 numbers from `at`, of their codes; computed in fp32 and rounded once.
+inline __m512i decode32(const Part& p, int64_t at) {
+  const __m512 scale = _mm512_set1_ps(p.scales[at >> p.block]);
+  __m512 low, high;
+  if (p.kind == NF4) {  // two a byte, the first in its upper half
+    const __m128i codes = _mm_loadu_si128((const __m128i*)((const uint8_t*)p.b + at / 2)), half = _mm_set1_epi8(15);
+    const __m128i upper = _mm_and_si128(_mm_srli_epi16(codes, 4), half), lower = _mm_and_si128(codes, half);
+    const __m512 levels = _mm512_loadu_ps(p.levels);
+    low = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(upper, lower)), levels);
+    high = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpackhi_epi8(upper, lower)), levels);
+  } else {
+    const __m128i* from = (const __m128i*)((const int8_t*)p.b + at);
+    low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
+    high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
+  }
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale));
+}
+
 // `count` of 32 numbers from `at`, as bf16; the others are zero.
 inline __m512i read32(const Part& p, int64_t at, int64_t count) {
   if (count <= 0) return _mm512_setzero_si512();
   const __mmask32 mask = count >= 32 ? ~0u : (1u << count) - 1;
-  if (!p.wide) return _mm512_maskz_loadu_epi16(mask, (const bf16*)p.b + at);
+  if (p.kind >= NF4) return decode32(p, at);
+  if (p.kind == BF16) return _mm512_maskz_loadu_epi16(mask, (const bf16*)p.b + at);
   const float* from = (const float*)p.b + at;
   const __m512 scale = _mm512_set1_ps((float)p.scale);
   const __m512 low = _mm512_mul_ps(_mm512_maskz_loadu_ps((__mmask16)mask, from), scale);
