@@ -246,6 +246,23 @@ def test_quantised_weights_stay_in_few_bits(
 
 
 @needs_kernels
+def test_quantised_weights_beside_paths_that_drop() -> None:
+    """Outside of fused blocks the kernels' products take the change in place."""
+    found: list[tuple[float, dict[str, Tensor]]] = []
+    for plain in (False, True):
+        model = made("llama")
+        edit = afina.apply(model, [afina.Quantize(), afina.LoRA(rank=5, dropout=0.5)], seed=0)
+        torch.manual_seed(3)
+        with native.off(wanted=plain):
+            loss, slopes, why = passed(model, edit)
+        assert why is not None
+        found.append((loss, slopes))
+    (loss, slopes), (wanted, right) = found
+    assert abs(loss - wanted) < 2e-3 * wanted
+    assert error(slopes, right) < 0.05
+
+
+@needs_kernels
 def test_quantised_weights_that_are_not_taken() -> None:
     taken = [afina.Quantize(), afina.LoRA(rank=5)]
     wide = [afina.Quantize(compute_dtype="fp32"), afina.LoRA(rank=5)]

@@ -80,6 +80,7 @@ def _product(x: Tensor, weight: Packed, transposed: bool) -> Tensor:
 def _by_kernel(x: Tensor, b: Quantised, transposed: bool) -> Tensor:
     """The same in bf16, without the weight's values in memory."""
     x_MK = x.reshape(-1, x.shape[-1]).contiguous()
-    y_MN = x.new_empty(x_MK.shape[0], b.shape[1 if transposed else 0])
-    gemm.gemm(y_MN, gemm.part(x_MK, b, by_rows=transposed))
-    return y_MN.view(*x.shape[:-1], -1)
+    # No view, for autograd would not let a change beside the map be added in place.
+    y = x.new_empty(*x.shape[:-1], b.shape[1 if transposed else 0])
+    gemm.gemm(y.view(-1, y.shape[-1]), gemm.part(x_MK, b, by_rows=transposed))
+    return y
