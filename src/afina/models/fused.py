@@ -49,7 +49,7 @@ def reason(module: nn.Module) -> str | None:
 def acts_elsewhere(model: nn.Module) -> str | None:
     """What changes the model beside low-rank paths, in words; None when nothing does."""
     for part in model.modules():
-        if isinstance(part, Around) or (isinstance(part, Delta) and part.low_rank() is None):
+        if isinstance(part, Around) or (isinstance(part, Delta) and not part.is_low_rank):
             return f"{type(part).__name__.removesuffix('Delta')} acts in the model"
     return None
 
@@ -109,9 +109,6 @@ def block_of(module: nn.Module) -> Block:
 def _map(linear: nn.Module) -> Map:
     if type(linear) is not nn.Linear:
         raise NotFused(f"a map of it is a {type(linear).__name__}")
-    found = low_rank_path(linear)
-    if isinstance(found, str):
-        raise NotFused(found)
     weight = linear.weight
     packed = isinstance(weight, PackedWeight)
     if packed:
@@ -122,6 +119,10 @@ def _map(linear: nn.Module) -> Map:
     if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         _plain(linear.bias)
     _require(linear.weight.shape[0] % 32 == 0 and linear.weight.shape[1] % 32 == 0, "odd widths")
+    # Last, for its tensors may be computed for it: where weights are shared out, so are some of what they come from.
+    found = low_rank_path(linear)
+    if isinstance(found, str):
+        raise NotFused(found)
     if found is None:
         return Map(linear.weight, linear.bias, None, None, 0.0)
     lengths = found.delta.lengths(linear)

@@ -268,11 +268,14 @@ class AdaLoRADelta(Delta):
         within = within_of(self.share)
         return low_rank_add(x, y, self.a * self.e, self.b, scaling, dropout=dropout, within=within)
 
-    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
+    @property
+    def is_low_rank(self) -> bool:
+        """See `Delta.is_low_rank`."""
+        dropped = bool(self.dropout) and self.training
+        return not self.transposed and not dropped and self.share is None
+
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
         """See `Delta.low_rank`."""
-        dropped = self.dropout and self.training
-        if self.transposed or dropped or self.share is not None:
-            return None
         return self.a * self.e, self.b, self.scaling * self.strength
 
     def grams(self) -> list[Tensor]:

@@ -176,9 +176,10 @@ class DoRADelta(LoRADelta):
         self._kept: tuple[tuple[weakref.ref[Tensor], ...], tuple[int, ...], Tensor] | None = None
         self._squares: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
-    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
-        """See `Delta.low_rank`; a part of the way is no such change."""
-        return super().low_rank() if self.strength == 1 else None
+    @property
+    def is_low_rank(self) -> bool:
+        """See `Delta.is_low_rank`; a part of the way is no such change."""
+        return super().is_low_rank and self.strength == 1
 
     @torch.no_grad()
     def lengths(self, base: nn.Module) -> tuple[Tensor, Tensor]:

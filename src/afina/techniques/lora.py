@@ -331,11 +331,14 @@ class LoRADelta(Delta):
         within = within_of(self.share)
         return low_rank_add(x, y, a_RI, b_OR, scaling, dropout=dropout, within=within)
 
-    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
+    @property
+    def is_low_rank(self) -> bool:
+        """See `Delta.is_low_rank`."""
+        dropped = bool(self.dropout) and self.training
+        return self.kind == "linear" and not dropped and self.share is None
+
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
         """See `Delta.low_rank`."""
-        dropped = self.dropout and self.training
-        if self.kind != "linear" or dropped or self.share is not None:
-            return None
         return *self.factors(), self.scaling * self.strength
 
     @torch.no_grad()

@@ -47,8 +47,7 @@ def low_rank_path(module: nn.Module) -> LowRank | str | None:
             found.append(delta)
     if not found:
         return None
-    path = found[0].low_rank()
-    if path is None or len(found) > 1:
+    if len(found) > 1 or not found[0].is_low_rank:
         names = " and ".join(type(delta).__name__.removesuffix("Delta") for delta in found)
         return f"{names} at its maps adds more than a low-rank product"
-    return LowRank(*path, found[0])
+    return LowRank(*found[0].low_rank(), found[0])

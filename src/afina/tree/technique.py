@@ -127,9 +127,17 @@ class Delta(nn.Module, ABC):
             found.append(module.register_forward_pre_hook(_Before(key)))
         return found
 
-    def low_rank(self) -> tuple[Tensor, Tensor, float] | None:
-        """A (r, in), B (out, r) and s where all that it does to a linear is to add s B A x, and to set `lengths`."""
-        return None
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether all that it does just now to a linear is to add s B A x, and to set `lengths`.
+
+        Asked also where its tensors are shared out among processes, so it looks at none of them.
+        """
+        return False
+
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+        """A (r, in), B (out, r) and s, where it `is_low_rank`."""
+        raise NotImplementedError(f"{type(self).__name__} is no low-rank change")
 
     def lengths(self, base: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Lengths m (out,) that it gives the rows of the sum of W and s B A, and those n that they have; None: none.
