@@ -155,15 +155,16 @@ def test_merged_on_disk(tmp_path: Path) -> None:
     model, _ = hub.load(base, dtype="fp32", device="cpu")
     edit = apply(model, [DoRA(rank=2)])
     randomise(model)
-    with torch.no_grad():
-        changed = model(torch.arange(9)[None]).logits
     files.save(edit, tmp_path / "adapter", base=str(base))
+    # Both computed in fp64: so weights are compared that were rounded once, and not how a CPU adds in fp32.
+    with torch.no_grad():
+        changed = model.double()(torch.arange(9)[None]).logits
     settings = MergeSettings(max_new_tokens=0, compute_dtype="fp32")
     made = merge_unchecked(tmp_path / "adapter", tmp_path / "merged", settings=settings)
     assert made.verified, made.verdict
     merged, _ = hub.load(tmp_path / "merged", dtype="fp32", device="cpu")
     with torch.no_grad():
-        battery.close(merged(torch.arange(9)[None]).logits, changed, 1e-5)
+        battery.close(merged.double()(torch.arange(9)[None]).logits, changed, 1e-5)
 
 
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
