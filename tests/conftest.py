@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; threads only fight over the cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,6 +40,25 @@ def _quiet_again() -> Iterator[None]:
     level = logging.getLogger("afina").level
     yield
     logging.getLogger("afina").setLevel(level)
+
+
+@pytest.fixture
+def multiplies(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What multiplies in the kernels in C++: each that this CPU has, one after the other."""
+    from afina.ops import native
+
+    with nullcontext() if request.param == "AMX" else native.without_tiles():
+        yield request.param
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of the kernels run once for each unit that can multiply in them."""
+    if "multiplies" not in metafunc.fixturenames:
+        return
+    from afina.ops import native
+
+    units = ("AMX", "AVX512-BF16") if native.unit() == "AMX" else ("AVX512-BF16",)
+    metafunc.parametrize("multiplies", units, indirect=True)
 
 
 def pytest_collection() -> None:

@@ -24,6 +24,7 @@ from afina.tree import Edit
 from afina.types import Row
 from tests.train import kit
 
+pytestmark = pytest.mark.usefixtures("multiplies")
 needs_kernels = pytest.mark.skipif(
     native.library() is None, reason=f"no kernels here: {native.missing()}"
 )

@@ -17,6 +17,7 @@ from afina.ops.packed import PackedWeight, pack
 from afina.ops.quantise import Quantised, Scheme, dequantise, quantise
 from afina.types import Context, Run, Runs
 
+pytestmark = pytest.mark.usefixtures("multiplies")
 needs_kernels = pytest.mark.skipif(
     native.library() is None, reason=f"no kernels here: {native.missing()}"
 )
@@ -232,3 +233,16 @@ def test_attention_by_rows_goes_through_the_kernels(
         for mine, right in zip(found[way], found["right"], strict=True):
             assert mine.shape == right.shape
             assert off_by(mine, right) < 1e-2
+
+
+@needs_kernels
+def test_what_multiplies(multiplies: str) -> None:
+    """Either unit adds pairs of bf16 numbers in fp32; none of the values here needs to be rounded."""
+    assert native.unit() == multiplies
+    with native.without_tiles():
+        assert native.unit() == "AVX512-BF16"
+    assert native.unit() == multiplies
+    x, weight = (torch.randint(-8, 9, (n, 96)).to(BF16) for n in (45, 70))
+    for tokens in (1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 45):
+        y = gemm(torch.empty(tokens, 70), part(x[:tokens], weight))
+        assert torch.equal(y, x[:tokens].float() @ weight.float().t())

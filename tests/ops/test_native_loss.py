@@ -18,7 +18,10 @@ from afina.types import IGNORE
 from tests.ops.test_loss import reference
 from tests.ops.test_tiles_memory import Ledger
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=str(native.missing()))
+pytestmark = [
+    pytest.mark.skipif(native.library() is None, reason=str(native.missing())),
+    pytest.mark.usefixtures("multiplies"),
+]
 
 POSITIONS, WIDTH = 37, 64
 

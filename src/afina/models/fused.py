@@ -1,6 +1,6 @@
 """Blocks that `ops.native.block` computes as one operation: which those are, and how they are called.
 
-A block is taken whole where its kind is known, its weights are bf16 on a CPU with a matrix unit, and nothing acts
+A block is taken whole where its kind is known, its weights are bf16 on a CPU that multiplies it, and nothing acts
 inside it but low-rank paths beside its maps (LoRA from any start, AdaLoRA), with lengths of the rows or without (DoRA);
 its own weights may train or not. This is asked at every call, so that a hook that comes later, or a technique that is
 switched off for a while, is seen. Everything else is computed as the model itself does.

@@ -7,7 +7,7 @@ begins with them, and what the rows say about them is summed on the way back.
 It is entered through Transformers' `AttentionInterface` (`ops.interface`). Three things compute it. `ops.tiles` knows
 everything: soft caps, dropout that can be made again, rows of any length in memory that grows with the length alone.
 PyTorch's own kernels are faster on a GPU, and on a CPU in fp32 (two to three times, forward and backward); in bf16 it
-is the tiles that are faster there, for PyTorch's backward is slow, and where the CPU multiplies bf16 matrices itself,
+is the tiles that are faster there, for PyTorch's backward is slow, and where the CPU multiplies bf16 itself,
 `ops.native.attention`, which gathers nothing. `ops.kernels` and `ops.flash` are for a GPU and wait to be measured on
 one: they are taken where they are asked for (`computed_by`).
 """
@@ -28,7 +28,7 @@ from afina.errors import ConfigError
 from afina.ops import flash, tiles
 from afina.ops.gathers import copy, pick, unpick
 from afina.ops.native import attention as native
-from afina.ops.native import library
+from afina.ops.native import library, unit
 from afina.ops.ranges import Ranges, ranges_of, shared_ranges
 from afina.ops.tiles import Rule
 from afina.types import Context, Layout, Places
@@ -41,7 +41,7 @@ def backend(device: torch.device, dtype: torch.dtype) -> str:
     if _asked == "flash" and dtype in flash.FORMATS:
         return "the package flash-attn, which afina has not been tried with on a GPU"
     if device.type == "cpu" and dtype == torch.bfloat16 and library() is not None:
-        return "afina's kernels in C++"
+        return f"afina's kernels in C++ ({unit()})"
     mine = device.type == "cpu" and dtype != torch.float32
     return "afina's tiles" if mine else "PyTorch's scaled_dot_product_attention"
 

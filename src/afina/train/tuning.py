@@ -14,6 +14,7 @@ from typing import cast
 from afina.config import TrainSettings
 from afina.errors import RunError, lasting
 from afina.models.blocks import Blocks
+from afina.ops import native
 from afina.parallel.runtime import Mesh, OneProcess
 from afina.train import micro
 from afina.train.passes import Passes
@@ -68,7 +69,7 @@ class Tuning:
         state, cut = self._micro_batches(state)
         self._tell_of_sums(cut)
         if self.blocks.unfused is None and self.blocks.blocks and self.settings.compile is not True:
-            self.say.say("each block is computed as one operation, by kernels in C++")
+            self.say.say(f"each block is computed as one operation, by kernels in C++ ({native.unit()})")
         return self._compiling(state, cut, warm=searched), cut
 
     def _tell_of_sums(self, cut: Cut) -> None:

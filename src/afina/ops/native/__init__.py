@@ -1,4 +1,4 @@
-"""Kernels in C++ for CPUs that multiply bf16 matrices themselves (AMX), built at first use and kept.
+"""Kernels in C++ for CPUs that multiply bf16 themselves (AMX or AVX512-BF16), built at first use and kept.
 
 Each has a twin in plain torch, which computes wherever there is no such CPU or no compiler; `missing` says why. What
 the kernels are given are addresses and sizes, so nothing of torch is compiled, and a build takes seconds. They share
@@ -24,8 +24,8 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wall")
-NEEDED = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512bw", "avx512vl")
-"""What the CPU must know, as Linux names it."""
+NEEDED = ("avx512_bf16", "avx512bw", "avx512vl", "avx512f", "avx512dq")
+"""What the CPU must know, as Linux names it; where it has a matrix unit too (AMX), that multiplies."""
 
 
 def library() -> ctypes.CDLL | None:
@@ -41,6 +41,25 @@ def missing() -> str | None:
 def serves(x: Tensor) -> bool:
     """Whether there are kernels for numbers like these."""
     return x.device.type == "cpu" and x.dtype == torch.bfloat16 and library() is not None
+
+
+def unit() -> str:
+    """What multiplies in the kernels, where there are any: AMX where the CPU has it and the system lends it."""
+    return "AMX" if library() is not None and _tiles else "AVX512-BF16"
+
+
+@contextmanager
+def without_tiles() -> Generator[None, None, None]:
+    """Inside the block the kernels multiply without the matrix unit, as on a CPU that has none."""
+    global _tiles
+    before, built = _tiles, library()
+    if built is not None:
+        _tiles = bool(built.afina_use_tiles(0))
+    try:
+        yield
+    finally:
+        if built is not None:
+            _tiles = bool(built.afina_use_tiles(int(before)))
 
 
 @contextmanager
@@ -59,6 +78,7 @@ def off(*, wanted: bool = True) -> Generator[None, None, None]:
 
 
 _wanted = True
+_tiles = False
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
@@ -68,9 +88,10 @@ def address(x: Tensor | None) -> ctypes.c_void_p:
 
 @cache
 def _found() -> tuple[ctypes.CDLL | None, str | None]:
+    global _tiles
     lacking = [name for name in NEEDED if name not in _flags()]
     if lacking:
-        return None, f"this CPU does not multiply bf16 matrices itself (no {lacking[0]})"
+        return None, f"this CPU does not multiply bf16 itself (no {lacking[0]})"
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None, "no C++ compiler was found (g++, clang++ or $CXX)"
@@ -78,8 +99,7 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
         built = ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"the C++ kernels could not be built: {_last_line(error)}"
-    if not built.afina_ready():
-        return None, "the system does not lend this process the CPU's matrix unit"
+    _tiles = bool(built.afina_use_tiles(1))
     return built, None
 
 

@@ -1,4 +1,4 @@
-// Exact attention over the runs of a packed line, forward and backward, in the CPU's matrix unit.
+// Exact attention over the runs of a packed line, forward and backward.
 //
 //     S = scale Q K^T,  P = exp(S - L),  O = P V
 //     D = rowsum(dO O),  dS = P (dO V^T - D) scale,  dQ = dS K,  dK = dS^T Q,  dV = P^T dO
@@ -103,7 +103,7 @@ void pack_all(const bf16* b, int64_t step, int64_t k, int64_t k_real, int64_t n,
 // 32 rows of a (zeros behind the last) times one packed panel, k deep.
 inline void panel(const bf16* a, int64_t step, int64_t k, const bf16* packed, float* sums) {
   const Part p{a, step, k, nullptr, 0, 0, 0, 0, 0, 1.0};
-  multiply<true>(&p, 1, 0, packed, sums);
+  multiply(&p, 1, 0, 32, packed, sums);
 }
 
 // 32 queries of one head, zeros behind the last.
@@ -225,7 +225,7 @@ void afina_attention_forward(const bf16* q, int64_t q_step, const bf16* k, int64
             }
           }
       }
-    _tile_release();
+    release_tiles();
   }
 }
 
@@ -327,25 +327,7 @@ void afina_attention_backward(const bf16* q, int64_t q_step, const bf16* k, int6
                 float* at[2] = {sum_v + j * width + w, sum_k + j * width + w};
                 const bf16* left[2] = {weights, slope};
                 const bf16* right[2] = {g_down + w * 32, q_down + w * 32};
-                for (int which = 0; which < 2; which++) {
-                  const int64_t step = width * 4;
-                  _tile_loadd(0, at[which], step);
-                  _tile_loadd(1, at[which] + 16, step);
-                  _tile_loadd(2, at[which] + 16 * width, step);
-                  _tile_loadd(3, at[which] + 16 * width + 16, step);
-                  _tile_loadd(4, left[which], 64);
-                  _tile_loadd(5, left[which] + 16 * 32, 64);
-                  _tile_loadd(6, right[which], 64);
-                  _tile_loadd(7, right[which] + TILE, 64);
-                  _tile_dpbf16ps(0, 4, 6);
-                  _tile_dpbf16ps(1, 4, 7);
-                  _tile_dpbf16ps(2, 5, 6);
-                  _tile_dpbf16ps(3, 5, 7);
-                  _tile_stored(0, at[which], step);
-                  _tile_stored(1, at[which] + 16, step);
-                  _tile_stored(2, at[which] + 16 * width, step);
-                  _tile_stored(3, at[which] + 16 * width + 16, step);
-                }
+                for (int which = 0; which < 2; which++) add_product(left[which], right[which], at[which], width);
               }
             }
             // dQ^T = K^T dS^T
@@ -380,7 +362,7 @@ void afina_attention_backward(const bf16* q, int64_t q_step, const bf16* k, int6
         add(start[r], keys - key);
       }
     }
-    _tile_release();
+    release_tiles();
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; t++)

@@ -1,5 +1,5 @@
-// C = alpha * gain * (sum over parts of A B) + bias + residual, column by column, in the CPU's matrix unit, sums in fp32 and rounded once; or C +=
-// that, where C is fp32.
+// C = alpha * gain * (sum over parts of A B) + bias + residual, column by column, sums in fp32 and rounded once; or
+// C += that, where C is fp32.
 //
 // What stands beside one another in a model is one product here: a frozen map and the low-rank path at its side, or
 // the gradients that several maps give back to the input they share. A part's B is packed in pairs of rows as it is
@@ -110,15 +110,12 @@ extern "C" void afina_gemm(int64_t m, int64_t n, const Part* parts, int64_t coun
               first_rows = one;
               second_rows = two;
             }
-            if (two)
-              multiply<true>(parts, count, m0, from, sums);
-            else
-              multiply<false>(parts, count, m0, from, sums);
+            multiply(parts, count, m0, rows, from, sums);
             finish(out, sums, m0, rows, panel * PANEL, columns);
           }
         }
       }
-      _tile_release();
+      release_tiles();
     }
   }
 }

@@ -1,9 +1,8 @@
-// A product of bf16 matrices as tiles: how B is packed, and 32 rows of A times 32 columns of B.
+// A product of bf16 matrices: how B is packed, and up to 32 rows of A times a panel of 32 columns of B.
 #pragma once
 #include <cstdlib>
 
-#include "amx.h"
-#include "numbers.h"
+#include "tiles.h"
 #include "transpose.h"
 
 struct Part {
@@ -25,9 +24,6 @@ struct Part {
 namespace {
 
 enum Kind { BF16, FP32, NF4, INT8 };
-const int PANEL = 32;
-const int64_t TILE = 512;                 // numbers of one packed tile
-
 struct Buffer {
   bf16* at = nullptr;
   size_t size = 0;
@@ -115,8 +111,9 @@ static inline void pack_rows(const Part& p, int64_t first, int64_t last, int64_t
       pack_step(p, panel * PANEL, k0, to + (panel - first) * apart);
 }
 
+#if defined(__AMX_BF16__)
 template <bool TWO>
-static inline void multiply(const Part* parts, int64_t count, int64_t m0, const bf16* packed, float* sums) {
+static inline void multiply_tiles(const Part* parts, int64_t count, int64_t m0, const bf16* packed, float* sums) {
   _tile_zero(0);
   _tile_zero(1);
   if (TWO) {
@@ -147,6 +144,39 @@ static inline void multiply(const Part* parts, int64_t count, int64_t m0, const 
     _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
     _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
   }
+}
+#endif
+
+template <int ROWS>
+static void multiply_rows(const Part* parts, int64_t count, int64_t m0, const bf16* packed, float* to) {
+  Sums<ROWS> sums;
+  sums.zero();
+  for (int64_t i = 0; i < count; i++) {
+    const bf16* a = parts[i].a + m0 * parts[i].a_step;
+    for (int64_t k = 0; k < parts[i].k; k += 32, packed += 2 * TILE) sums.add(a + k, parts[i].a_step, packed);
+  }
+  sums.store(to, PANEL);
+}
+
+// The sum over parts of `rows` rows of A from m0 (32 at most; `shape_tiles` was told of them) times one packed panel.
+static inline void multiply(const Part* parts, int64_t count, int64_t m0, int64_t rows, const bf16* packed,
+                            float* sums) {
+#if defined(__AMX_BF16__)
+  if (afina_tiles) {
+    if (rows > 16)
+      multiply_tiles<true>(parts, count, m0, packed, sums);
+    else
+      multiply_tiles<false>(parts, count, m0, packed, sums);
+    return;
+  }
+#endif
+  int64_t m = 0;
+  for (; m + 8 <= rows; m += 8) multiply_rows<8>(parts, count, m0 + m, packed, sums + m * PANEL);
+  if (rows - m >= 4) {
+    multiply_rows<4>(parts, count, m0 + m, packed, sums + m * PANEL);
+    m += 4;
+  }
+  for (; m < rows; m++) multiply_rows<1>(parts, count, m0 + m, packed, sums + m * PANEL);
 }
 
 }  // namespace
