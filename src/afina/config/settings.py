@@ -139,7 +139,8 @@ class TrainSettings(Settings):
     )
     kernels: bool = Field(
         default=True,
-        description="train with afina's kernels in C++ where the CPU multiplies bf16 itself (AMX, AVX512-BF16), or without",
+        description="train with afina's kernels in C++ where the CPU multiplies bf16 itself (AMX, AVX512-BF16), "
+        "or without",
     )
     recompute: bool | Count | Literal["selective"] = Field(
         default=False,

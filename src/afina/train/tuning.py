@@ -69,7 +69,9 @@ class Tuning:
         state, cut = self._micro_batches(state)
         self._tell_of_sums(cut)
         if self.blocks.unfused is None and self.blocks.blocks and self.settings.compile is not True:
-            self.say.say(f"each block is computed as one operation, by kernels in C++ ({native.unit()})")
+            self.say.say(
+                f"each block is computed as one operation, by kernels in C++ ({native.unit()})"
+            )
         return self._compiling(state, cut, warm=searched), cut
 
     def _tell_of_sums(self, cut: Cut) -> None:
