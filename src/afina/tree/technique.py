@@ -137,7 +137,7 @@ class Delta(nn.Module, ABC):
 
     def low_rank(self) -> tuple[Tensor, Tensor, float]:
         """A (r, in), B (out, r) and s, where it `is_low_rank`."""
-        raise NotImplementedError(f"{type(self).__name__} is no low-rank change")
+        raise TypeError(f"{type(self).__name__} is no low-rank change")
 
     def lengths(self, base: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Lengths m (out,) that it gives the rows of the sum of W and s B A, and those n that they have; None: none.
